@@ -1,0 +1,1 @@
+"""Sockets, handshake and the loop thread of one group; `EngineGroup` and its streams."""

@@ -1,0 +1,1 @@
+"""Engine simulators: ranks that dial in, decode requests and emit output frames as the real engines do."""

@@ -1,0 +1,1 @@
+"""What each engine's wire looks like: one module per engine, plus the handshake they share."""

@@ -1,0 +1,1 @@
+"""Choosing among groups: `Router` and its policies."""
