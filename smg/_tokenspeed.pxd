@@ -37,7 +37,7 @@ cdef struct Slim:            # one decoding in progress
     Cursor c
     const uint8_t *frame
     Batch *batch
-    uint32_t rows            # length of `rids`
+    uint32_t row_count       # length of `rids`
 
 
 cdef inline int decode_slim(const uint8_t *frame, size_t size, Batch *batch) noexcept nogil:
@@ -79,7 +79,7 @@ cdef inline int decode_slim(const uint8_t *frame, size_t size, Batch *batch) noe
             return fail_read(batch, b"extra", i, status, b"must be a value, found {kind}", &s.c, frame)
     if s.c.at != s.c.end:
         return fail(batch, b"frame", -1, b"has {found} bytes after its end", remaining(&s.c), 0, s.c.at - frame)
-    batch.row_count = s.rows
+    batch.row_count = s.row_count
     return 0
 
 
@@ -89,9 +89,9 @@ cdef inline int slim_column(Slim *s, const char *column) noexcept nogil:
     cdef int status = read_array(&s.c, &count)
     if status != OK:
         return fail_read(s.batch, column, -1, status, ARRAY_WANTED, &s.c, s.frame)
-    if count != s.rows:
+    if count != s.row_count:
         return fail(
-            s.batch, column, -1, b"has {found} entries, rids has {expected}", count, s.rows, s.c.at - s.frame
+            s.batch, column, -1, b"has {found} entries, rids has {expected}", count, s.row_count, s.c.at - s.frame
         )
     return 0
 
@@ -99,21 +99,24 @@ cdef inline int slim_column(Slim *s, const char *column) noexcept nogil:
 cdef inline int slim_rids(Slim *s) noexcept nogil:
     """Column 1, and with it the number of rows."""
     cdef const uint8_t *at
+    cdef const uint8_t *end = s.c.end
     cdef const uint8_t *text = NULL
     cdef uint32_t size = 0
     cdef uint32_t i
-    cdef int status = read_array(&s.c, &s.rows)
+    cdef int status = read_array(&s.c, &s.row_count)
+    cdef Row *rows
     cdef Row *row
     if status != OK:
         return fail_read(s.batch, b"rids", -1, status, ARRAY_WANTED, &s.c, s.frame)
-    if s.rows > remaining(&s.c) // SLIM_ROW_BYTES:
+    if s.row_count > remaining(&s.c) // SLIM_ROW_BYTES:
         return slim_too_many(s)
-    if not reserve_rows(s.batch, s.rows):
-        return fail(s.batch, b"rids", -1, b"has {found} entries, no memory for them", s.rows, 0, s.c.at - s.frame)
+    if not reserve_rows(s.batch, s.row_count):
+        return fail(s.batch, b"rids", -1, b"has {found} entries, no memory for them", s.row_count, 0, s.c.at - s.frame)
+    rows = s.batch.rows
     at = s.c.at
-    for i in range(s.rows):
-        row = &s.batch.rows[i]
-        if s.c.end - at > WIRE_ID_DIGITS and at[0] == 0xA0 + WIRE_ID_DIGITS and parse_digits(at + 1, row):
+    for i in range(s.row_count):
+        row = &rows[i]
+        if end - at > WIRE_ID_DIGITS and at[0] == 0xA0 + WIRE_ID_DIGITS and parse_digits(at + 1, row):
             row.ours = True
             row.rid.start = <uint32_t>(at + 1 - s.frame)
             row.rid.size = WIRE_ID_DIGITS
@@ -141,28 +144,30 @@ cdef inline int slim_too_many(Slim *s) noexcept nogil:
     cdef uint32_t size = 0
     cdef uint32_t i, k
     cdef int status
-    for i in range(s.rows):
+    for i in range(s.row_count):
         status = read_valid_text(&s.c, &text, &size)
         if status != OK:
             return fail_read(s.batch, b"rids", i, status, TEXT_WANTED, &s.c, s.frame)
     for k in range(7):
         if slim_column(s, column[k]) < 0:
             return -1
-        for i in range(s.rows):
+        for i in range(s.row_count):
             status = skip(&s.c)
             if status != OK:
                 return fail_read(s.batch, column[k], i, status, b"must be a value, found {kind}", &s.c, s.frame)
-    return fail(s.batch, b"frame", -1, b"has too few bytes for {found} requests", s.rows, 0, 0)
+    return fail(s.batch, b"frame", -1, b"has too few bytes for {found} requests", s.row_count, 0, 0)
 
 
 cdef inline int slim_tokens(Slim *s) noexcept nogil:
     """Column 2. Each token takes a byte of the frame at least, which bounds the room for them."""
     cdef const uint8_t *at
+    cdef const uint8_t *end = s.c.end
     cdef uint32_t *tokens
     cdef uint32_t total = 0
     cdef uint32_t count = 0
     cdef uint32_t i, k
     cdef int status
+    cdef Row *rows = s.batch.rows
     cdef Row *row
     if slim_column(s, b"output_ids") < 0:
         return -1
@@ -170,10 +175,10 @@ cdef inline int slim_tokens(Slim *s) noexcept nogil:
         return fail(s.batch, b"output_ids", -1, b"has no memory for its tokens", 0, 0, s.c.at - s.frame)
     tokens = s.batch.tokens
     at = s.c.at
-    for i in range(s.rows):
-        row = &s.batch.rows[i]
+    for i in range(s.row_count):
+        row = &rows[i]
         row.first_token = total
-        if s.c.end - at >= 6 and at[0] == 0x91:   # one token, in an encoding for unsigned integers
+        if end - at >= 6 and at[0] == 0x91:   # one token, in an encoding for unsigned integers
             row.token_count = 1
             if at[1] == 0xCD:
                 tokens[total] = load_u16(at + 2)
@@ -209,17 +214,19 @@ cdef inline int slim_tokens(Slim *s) noexcept nogil:
 cdef inline int slim_reasons(Slim *s) noexcept nogil:
     """Column 3."""
     cdef const uint8_t *at
+    cdef const uint8_t *end = s.c.end
     cdef const uint8_t *text = NULL
     cdef uint32_t size = 0
     cdef uint32_t i
     cdef int status
+    cdef Row *rows = s.batch.rows
     cdef Row *row
     if slim_column(s, b"finished_reasons") < 0:
         return -1
     at = s.c.at
-    for i in range(s.rows):
-        row = &s.batch.rows[i]
-        if at < s.c.end and at[0] == 0xA0:   # "", still running
+    for i in range(s.row_count):
+        row = &rows[i]
+        if at < end and at[0] == 0xA0:   # "", still running
             row.finish = FINISH_NONE
             row.finish_text.start = row.finish_text.size = 0
             at += 1
@@ -239,16 +246,17 @@ cdef inline int slim_reasons(Slim *s) noexcept nogil:
 cdef inline int slim_counts(Slim *s, const char *column, uint32_t *field) noexcept nogil:
     """Columns 4 to 6; `field` is where the first row keeps its value."""
     cdef const uint8_t *at
+    cdef const uint8_t *end = s.c.end
     cdef uint32_t i
     cdef int status
     if slim_column(s, column) < 0:
         return -1
     at = s.c.at
-    for i in range(s.rows):
-        if s.c.end - at >= 3 and at[0] < 0x80:
+    for i in range(s.row_count):
+        if end - at >= 3 and at[0] < 0x80:
             field[0] = at[0]
             at += 1
-        elif s.c.end - at >= 3 and at[0] == 0xCD:
+        elif end - at >= 3 and at[0] == 0xCD:
             field[0] = load_u16(at + 1)
             at += 3
         else:
@@ -266,18 +274,20 @@ cdef inline int slim_logprob_values(Slim *s) noexcept nogil:
     """Column 7. Until column 8 is read, a row's `logprob_ids.size` is the length of its array here."""
     cdef const char *column = b"output_token_logprobs_val"
     cdef const uint8_t *at
+    cdef const uint8_t *end = s.c.end
     cdef uint32_t count = 0
     cdef uint32_t i, k
     cdef double value = 0
     cdef int status
+    cdef Row *rows = s.batch.rows
     cdef Row *row
     if slim_column(s, column) < 0:
         return -1
     at = s.c.at
-    for i in range(s.rows):
-        row = &s.batch.rows[i]
+    for i in range(s.row_count):
+        row = &rows[i]
         row.logprob_values.start = row.logprob_values.size = row.logprob_ids.size = 0
-        if at < s.c.end and at[0] == 0x90:   # logprobs are off
+        if at < end and at[0] == 0x90:   # logprobs are off
             at += 1
             continue
         s.c.at = at
@@ -301,18 +311,20 @@ cdef inline int slim_logprob_ids(Slim *s) noexcept nogil:
     """Column 8, each array as long as its row's in column 7."""
     cdef const char *column = b"output_token_logprobs_idx"
     cdef const uint8_t *at
+    cdef const uint8_t *end = s.c.end
     cdef uint32_t count = 0
     cdef uint32_t token = 0
     cdef uint32_t i, k
     cdef int status
+    cdef Row *rows = s.batch.rows
     cdef Row *row
     if slim_column(s, column) < 0:
         return -1
     at = s.c.at
-    for i in range(s.rows):
-        row = &s.batch.rows[i]
+    for i in range(s.row_count):
+        row = &rows[i]
         row.logprob_ids.start = 0
-        if at < s.c.end and at[0] == 0x90 and row.logprob_ids.size == 0:
+        if at < end and at[0] == 0x90 and row.logprob_ids.size == 0:
             at += 1
             continue
         s.c.at = at
