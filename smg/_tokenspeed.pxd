@@ -178,7 +178,7 @@ cdef inline int slim_tokens(Slim *s) noexcept nogil:
     for i in range(s.row_count):
         row = &rows[i]
         row.first_token = total
-        if end - at >= 6 and at[0] == 0x91:   # one token, in an encoding for unsigned integers
+        if end - at >= 6 and at[0] == 0x91:   # one token, as nearly always
             row.token_count = 1
             if at[1] == 0xCD:
                 tokens[total] = load_u16(at + 2)
@@ -190,22 +190,33 @@ cdef inline int slim_tokens(Slim *s) noexcept nogil:
                 total += 1
                 at += 6
                 continue
-            if at[1] < 0x80:
-                tokens[total] = at[1]
-                total += 1
-                at += 2
-                continue
-        s.c.at = at
-        status = read_array(&s.c, &count)
-        if status != OK:
-            return fail_read(s.batch, b"output_ids", i, status, ARRAY_WANTED, &s.c, s.frame)
+        if at < end and (at[0] & 0xF0) == 0x90:
+            count = at[0] & 0x0F
+            at += 1
+        else:
+            s.c.at = at
+            status = read_array(&s.c, &count)
+            if status != OK:
+                return fail_read(s.batch, b"output_ids", i, status, ARRAY_WANTED, &s.c, s.frame)
+            at = s.c.at
         row.token_count = count
         for k in range(count):
-            status = read_u32(&s.c, &tokens[total])
-            if status != OK:
-                return fail_read(s.batch, b"output_ids", i, status, UINT32_WANTED, &s.c, s.frame)
+            if end - at >= 5 and at[0] == 0xCD:
+                tokens[total] = load_u16(at + 1)
+                at += 3
+            elif end - at >= 5 and at[0] == 0xCE:
+                tokens[total] = load_u32(at + 1)
+                at += 5
+            elif end - at >= 5 and at[0] < 0x80:
+                tokens[total] = at[0]
+                at += 1
+            else:
+                s.c.at = at
+                status = read_u32(&s.c, &tokens[total])
+                if status != OK:
+                    return fail_read(s.batch, b"output_ids", i, status, UINT32_WANTED, &s.c, s.frame)
+                at = s.c.at
             total += 1
-        at = s.c.at
     s.c.at = at
     s.batch.token_count = total
     return 0
