@@ -21,19 +21,23 @@ _FNV_PRIME = 0x00000100000001B3
 def worker_path(url: str) -> str:
     """The path of a worker URL `ipc://<path>`, unchanged. Raises AddressError for anything else."""
     if not url.startswith(SCHEME):
-        raise AddressError(f"worker URL {url!r}: must be ipc://<path>, e.g. ipc:///run/user/1000/smg/engine-31000")
+        raise AddressError(
+            f"worker URL {url!r}: must be ipc://<path>, e.g. ipc:///run/user/1000/smg/engine-31000"
+        )
     path = url[len(SCHEME) :]
-    if not os.path.basename(path) or "\0" in path:
-        raise AddressError(f"worker URL {url!r}: must end in a file name, e.g. ipc:///run/user/1000/smg/engine-31000")
+    if os.path.basename(path) in ("", ".", "..") or "\0" in path:
+        raise AddressError(
+            f"worker URL {url!r}: must end in a file name, e.g. ipc:///run/user/1000/smg/engine-31000"
+        )
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise AddressError(f"worker URL {url!r}: must be text, since it is sent to the engines as UTF-8") from None
+        raise AddressError(f"worker URL {url!r}: must be text, since engines get it as UTF-8") from None
     return path
 
 
 def handshake_port(path: str) -> int:
-    """The handshake's TCP port for a worker path: FNV-1a (64 bits) over its bytes, folded into 20000..29999."""
+    """The handshake's TCP port for a worker path: FNV-1a (64 bits) of its bytes, folded into 20000..29999."""
     digest = _FNV_OFFSET
     for byte in path.encode():
         digest = ((digest ^ byte) * _FNV_PRIME) & 0xFFFFFFFFFFFFFFFF
