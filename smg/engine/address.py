@@ -62,8 +62,8 @@ class SocketDirectory:
         longest = len(self._socket("out", max(ranks - 1, 0), _LONGEST_INCARNATION).encode())
         if longest > MAX_PATH_BYTES:
             raise AddressError(
-                f"worker URL {url!r}: socket paths would have {longest} bytes, {longest - MAX_PATH_BYTES} more "
-                f"than the {MAX_PATH_BYTES} a socket address holds; choose a shorter path"
+                f"worker URL {url!r}: socket paths would have {longest} bytes, {longest - MAX_PATH_BYTES} "
+                f"more than the {MAX_PATH_BYTES} a socket address holds; choose a shorter path"
             )
 
     def input(self, rank: int, incarnation: int) -> str:
@@ -154,7 +154,7 @@ class SocketDirectory:
         mode = stat.S_IMODE(found.st_mode)
         if mode & 0o777 != 0o700:
             raise AddressError(
-                f"socket directory {self.directory} has mode {mode:04o}; it must be private, since its sockets "
+                f"socket directory {self.directory} has mode {mode:04o}; it must be private, since sockets "
                 f"are not authenticated: choose another one, or run: chmod 0700 {self.directory}"
             )
 
