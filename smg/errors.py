@@ -7,10 +7,6 @@ class Error(Exception):
     """Base of all errors of this package."""
 
 
-class Closed(Error):
-    """The group (or the stream's loop or outlet) is closed; make a new one."""
-
-
 class NoRank(Error):
     """No rank of the group can take work now: none is live, or all of them drain."""
 
@@ -47,6 +43,10 @@ class InvalidRequest(Error):
 
 class StreamError(Error):
     """A stream ended without the engine's own terminal output."""
+
+
+class Closed(StreamError):
+    """The group (or the outlet) is closed, and with it every stream that was running; make a new one."""
 
 
 class RankDied(StreamError):

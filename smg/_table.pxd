@@ -1,0 +1,756 @@
+# The slot table of one group: slots, ranks and outlets, all in C under one mutex.
+#
+# Rules that everything here keeps:
+# * every function that takes a Table is called with its mutex held, unless it says otherwise;
+# * with the mutex held nobody creates, touches or releases a Python object. `record` is an opaque owned
+#   reference: whoever frees a slot gets it back and releases it after unlocking;
+# * a request leaves SLOT_LIVE through `end` and nowhere else. Exactly-once and the counters live there;
+# * the mutex is held for one batch, one take or one message at most.
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memset
+from posix.unistd cimport write
+
+from smg._frame cimport (
+    FINISH_NONE, FINISH_OTHER, Batch, Row,
+)
+from smg._zmq cimport Zmq, zmq_msg_t
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *, const void *)
+    int pthread_mutex_destroy(pthread_mutex_t *)
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
+
+cdef enum:
+    NIL = 0xFFFFFFFF           # no slot
+    SLOTS_PER_BLOCK = 1024
+    WIRE_ID_SIZE = 24          # hex digits: epoch, slot, generation
+    SUFFIX_MAX = 33            # '-' and 32 characters of the request's own id
+    TYPE_ADD = 0               # message type bytes
+    TYPE_ABORT = 1
+    REASON_MAX = 24            # bytes kept of a finish reason this code does not know
+    QUEUE_FRAMES = 1024        # requests not yet sent to one rank
+    KEPT_TOKENS = 64           # a freed slot keeps a token buffer up to this size
+    QUEUE_BYTES = 67108864     # bytes not yet sent to one rank
+
+cdef enum SlotState:
+    SLOT_FREE = 0
+    SLOT_LIVE = 1              # counted in its rank's in-flight
+    SLOT_ENDED = 2             # terminal, not yet taken by its consumer
+
+cdef enum Cause:
+    CAUSE_NONE = 0
+    CAUSE_FINISHED = 1         # the engine's own terminal output
+    CAUSE_ABORTED = 2          # abort() by the consumer
+    CAUSE_DROPPED = 3          # the consumer went away
+    CAUSE_DIED = 4             # its rank died
+    CAUSE_DEADLINE = 5
+    CAUSE_CLOSED = 6           # the group was closed
+    CAUSE_LOST = 7             # no memory for its tokens
+    CAUSE_COUNT = 8
+
+cdef enum RankState:           # the values of lifecycle.State, in its order
+    RANK_ABSENT = 0
+    RANK_HELLO = 1
+    RANK_LIVE = 2
+    RANK_STALLED = 3
+    RANK_DRAINING = 4
+    RANK_DEAD = 5
+
+cdef enum Refusal:             # what `choose` and `reserve` return instead of a rank
+    REFUSED_NO_RANK = -1
+    REFUSED_INVALID_RANK = -2
+    REFUSED_OVERLOADED = -3
+    REFUSED_CLOSED = -4
+    REFUSED_NO_MEMORY = -5
+
+cdef struct Outlet:
+    int read_fd                # readable when the ready list is not empty
+    int write_fd
+    uint8_t signalled          # a wake is in the fd
+    uint8_t signalling         # on the table's list of outlets to signal
+    uint8_t eager              # every stream of it is always wanted
+    uint8_t closed
+    uint32_t ready_head
+    uint32_t ready_tail
+    uint32_t ready_count
+    uint32_t slot_count        # slots attached
+    Outlet *next_signal
+
+cdef struct Slot:
+    uint32_t generation
+    uint8_t state              # SlotState
+    uint8_t cause              # Cause, once ended
+    uint8_t finish             # Finish, once the engine finished it; how its rank died, for CAUSE_DIED
+    uint8_t wanted             # a consumer waits: the next output wakes it
+    uint8_t ready              # on its outlet's ready list
+    uint8_t sent               # its ADD was handed to libzmq
+    uint8_t suffix_size
+    int32_t rank
+    uint32_t incarnation       # of the rank, when it was reserved
+    uint32_t prompt_tokens
+    uint32_t completion_tokens # cumulative, as the engine counts
+    uint32_t cached_tokens
+    uint32_t token_count       # tokens not yet taken
+    uint32_t token_capacity
+    uint32_t *tokens
+    uint8_t *cold              # logprob spans not yet taken: values, ids, values, ids ...
+    uint32_t cold_size
+    uint32_t cold_capacity
+    uint32_t heap_at           # place in the deadline heap, NIL = no deadline
+    double deadline            # monotonic seconds
+    Outlet *outlet
+    void *record               # owned reference to the Python side's record
+    uint32_t next_live         # its rank's list
+    uint32_t prev_live
+    uint32_t next_ready        # its outlet's list
+    uint32_t prev_ready
+    uint32_t next_free
+    char reason[24]            # of FINISH_OTHER
+    char suffix[33]            # what follows the 24 digits on the wire
+
+cdef struct Message:           # one request or abort on its way to a rank
+    Message *next
+    uint8_t type_byte
+    uint32_t slot              # of an ADD; NIL for others
+    uint32_t generation
+    size_t size
+    zmq_msg_t payload
+
+cdef struct RankCounters:
+    uint64_t frames
+    uint64_t rows
+    uint64_t tokens
+    uint64_t undecodable       # frames
+    uint64_t extra_parts       # message parts after the first
+    uint64_t late              # rows of an old generation, incarnation or ended request
+    uint64_t foreign           # rows with an id of another epoch or shape
+    uint64_t misattributed     # frames whose engine_index is not the socket's rank
+    uint64_t requests          # ADDs sent
+    uint64_t aborts            # ABORTs sent
+    uint64_t unsent            # ADDs dropped before they were sent
+    uint64_t overloaded        # submits refused at a bound
+    uint64_t ended[8]          # requests by Cause
+
+cdef struct Rank:
+    uint8_t state              # RankState
+    uint32_t incarnation
+    int64_t in_flight
+    int64_t running            # last report; zero while nothing is in flight
+    int64_t waiting
+    double kv_usage            # 0..1, last report
+    uint8_t reported           # any report since this incarnation went live
+    double quiet_since         # monotonic seconds: last frame, or first request after idling
+    uint32_t live_head         # its live slots
+    Message *queue_head
+    Message *queue_tail
+    uint32_t queue_count
+    size_t queue_bytes
+    uint8_t flushing           # on the table's list of ranks with messages to send
+    uint32_t next_flush        # rank, NIL = last
+    RankCounters count
+
+cdef struct Table:
+    pthread_mutex_t mutex
+    uint32_t epoch             # random per start of a group
+    uint8_t closed
+    Slot **blocks
+    uint32_t block_count
+    uint32_t slot_count
+    uint32_t free_head
+    uint32_t free_tail
+    uint32_t live_count
+    Rank *ranks
+    uint32_t rank_count
+    uint32_t scan_start
+    int64_t max_inflight       # per rank; 0 = unbounded
+    uint32_t *heap             # slots with a deadline, earliest first
+    uint32_t heap_size
+    uint32_t heap_capacity
+    Outlet *to_signal          # outlets that got an entry since the last signal
+    uint32_t to_flush          # ranks that got a message since the pump last looked, NIL = none
+    int wake_fd                # the pump's
+    uint8_t wake_pending
+
+# One output on its way from a slot to Python. `cold`, and `record` when `freed`, belong to the taker.
+cdef struct Taken:
+    void *record
+    uint8_t freed              # the slot was freed by this take
+    uint8_t cause
+    uint8_t finish
+    int32_t rank
+    uint32_t prompt_tokens
+    uint32_t completion_tokens
+    uint32_t cached_tokens
+    uint32_t first_token       # range in Scratch.tokens
+    uint32_t token_count
+    uint8_t *cold
+    uint32_t cold_size
+    char reason[24]
+
+cdef struct Scratch:
+    Taken *taken
+    uint32_t count
+    uint32_t capacity
+    uint32_t *tokens
+    uint32_t token_count
+    uint32_t token_capacity
+
+# ---------------------------------------------------------------- slots
+
+cdef inline Slot *slot_at(Table *table, uint32_t index) noexcept nogil:
+    return &table.blocks[index // SLOTS_PER_BLOCK][index % SLOTS_PER_BLOCK]
+
+# The slot of a handle, or NULL when it was freed since.
+cdef inline Slot *find(Table *table, uint32_t index, uint32_t generation) noexcept nogil:
+    cdef Slot *slot
+    if index >= table.slot_count:
+        return NULL
+    slot = slot_at(table, index)
+    if slot.generation != generation or slot.state == SLOT_FREE:
+        return NULL
+    return slot
+
+cdef inline int add_block(Table *table) noexcept nogil:
+    cdef Slot **blocks
+    cdef Slot *block
+    cdef uint32_t i, index
+    blocks = <Slot **>realloc(table.blocks, (table.block_count + 1) * sizeof(Slot *))
+    if blocks == NULL:
+        return -1
+    table.blocks = blocks
+    block = <Slot *>calloc(SLOTS_PER_BLOCK, sizeof(Slot))
+    if block == NULL:
+        return -1
+    blocks[table.block_count] = block
+    table.block_count += 1
+    for i in range(<uint32_t>SLOTS_PER_BLOCK):
+        index = table.slot_count + i
+        block[i].next_free = index + 1 if i + 1 < SLOTS_PER_BLOCK else NIL
+        block[i].heap_at = NIL
+    if table.free_tail == NIL:
+        table.free_head = table.slot_count
+    else:
+        slot_at(table, table.free_tail).next_free = table.slot_count
+    table.free_tail = table.slot_count + SLOTS_PER_BLOCK - 1
+    table.slot_count += SLOTS_PER_BLOCK
+    return 0
+
+# Makes a slot free and gives its record back. The slot must not be live.
+cdef inline void *free_slot(Table *table, uint32_t index) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    cdef void *record = slot.record
+    unlink_ready(table, index)
+    if slot.outlet != NULL:
+        slot.outlet.slot_count -= 1
+    slot.outlet = NULL
+    slot.record = NULL
+    slot.state = SLOT_FREE
+    slot.generation += 1
+    slot.token_count = 0
+    if slot.token_capacity > KEPT_TOKENS:
+        free(slot.tokens)
+        slot.tokens = NULL
+        slot.token_capacity = 0
+    free(slot.cold)
+    slot.cold = NULL
+    slot.cold_size = slot.cold_capacity = 0
+    slot.next_free = NIL
+    if table.free_tail == NIL:
+        table.free_head = index
+    else:
+        slot_at(table, table.free_tail).next_free = index
+    table.free_tail = index
+    return record
+
+# ---------------------------------------------------------------- outlets
+
+cdef inline void unlink_ready(Table *table, uint32_t index) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    cdef Outlet *outlet = slot.outlet
+    if not slot.ready:
+        return
+    if slot.prev_ready == NIL:
+        outlet.ready_head = slot.next_ready
+    else:
+        slot_at(table, slot.prev_ready).next_ready = slot.next_ready
+    if slot.next_ready == NIL:
+        outlet.ready_tail = slot.prev_ready
+    else:
+        slot_at(table, slot.next_ready).prev_ready = slot.prev_ready
+    outlet.ready_count -= 1
+    slot.ready = 0
+
+# Puts a slot on its outlet's ready list, if somebody waits for it and it is not there yet.
+cdef inline void mark_ready(Table *table, uint32_t index) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    cdef Outlet *outlet = slot.outlet
+    if outlet == NULL or slot.ready or not slot.wanted:
+        return
+    slot.ready = 1
+    slot.next_ready = NIL
+    slot.prev_ready = outlet.ready_tail
+    if outlet.ready_tail == NIL:
+        outlet.ready_head = index
+    else:
+        slot_at(table, outlet.ready_tail).next_ready = index
+    outlet.ready_tail = index
+    outlet.ready_count += 1
+    if not outlet.signalling:
+        outlet.signalling = 1
+        outlet.next_signal = table.to_signal
+        table.to_signal = outlet
+
+cdef inline void signal_fd(int fd) noexcept nogil:
+    cdef uint64_t one = 1
+    write(fd, &one, sizeof(one))
+
+# Wakes every outlet that got an entry since the last call: one write each, none if a wake is still in its fd.
+cdef inline void signal_outlets(Table *table) noexcept nogil:
+    cdef Outlet *outlet
+    while table.to_signal != NULL:
+        outlet = table.to_signal
+        table.to_signal = outlet.next_signal
+        outlet.signalling = 0
+        if outlet.ready_count and not outlet.signalled and not outlet.closed:
+            outlet.signalled = 1
+            signal_fd(outlet.write_fd)
+
+# Takes an outlet off the signal list before its memory goes.
+cdef inline void forget_outlet(Table *table, Outlet *outlet) noexcept nogil:
+    cdef Outlet **at = &table.to_signal
+    while at[0] != NULL:
+        if at[0] == outlet:
+            at[0] = outlet.next_signal
+            break
+        at = &at[0].next_signal
+    outlet.signalling = 0
+
+cdef inline void wake_pump(Table *table) noexcept nogil:
+    if not table.wake_pending and table.wake_fd >= 0:
+        table.wake_pending = 1
+        signal_fd(table.wake_fd)
+
+# ---------------------------------------------------------------- deadlines
+
+cdef inline void heap_place(Table *table, uint32_t at, uint32_t index) noexcept nogil:
+    table.heap[at] = index
+    slot_at(table, index).heap_at = at
+
+cdef inline void heap_up(Table *table, uint32_t at, uint32_t index) noexcept nogil:
+    cdef double deadline = slot_at(table, index).deadline
+    cdef uint32_t parent
+    while at > 0:
+        parent = (at - 1) // 2
+        if slot_at(table, table.heap[parent]).deadline <= deadline:
+            break
+        heap_place(table, at, table.heap[parent])
+        at = parent
+    heap_place(table, at, index)
+
+cdef inline void heap_down(Table *table, uint32_t at, uint32_t index) noexcept nogil:
+    cdef double deadline = slot_at(table, index).deadline
+    cdef uint32_t child
+    while True:
+        child = 2 * at + 1
+        if child >= table.heap_size:
+            break
+        if (child + 1 < table.heap_size and
+                slot_at(table, table.heap[child + 1]).deadline < slot_at(table, table.heap[child]).deadline):
+            child += 1
+        if deadline <= slot_at(table, table.heap[child]).deadline:
+            break
+        heap_place(table, at, table.heap[child])
+        at = child
+    heap_place(table, at, index)
+
+cdef inline int heap_push(Table *table, uint32_t index) noexcept nogil:
+    cdef uint32_t capacity
+    cdef uint32_t *heap
+    if table.heap_size == table.heap_capacity:
+        capacity = table.heap_capacity * 2 if table.heap_capacity else 256
+        heap = <uint32_t *>realloc(table.heap, capacity * sizeof(uint32_t))
+        if heap == NULL:
+            return -1
+        table.heap = heap
+        table.heap_capacity = capacity
+    table.heap_size += 1
+    heap_up(table, table.heap_size - 1, index)
+    return 0
+
+cdef inline void heap_remove(Table *table, uint32_t index) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    cdef uint32_t at = slot.heap_at
+    cdef uint32_t last
+    if at == NIL:
+        return
+    slot.heap_at = NIL
+    table.heap_size -= 1
+    last = table.heap[table.heap_size]
+    if last == index:
+        return
+    if at > 0 and slot_at(table, last).deadline < slot_at(table, table.heap[(at - 1) // 2]).deadline:
+        heap_up(table, at, last)
+    else:
+        heap_down(table, at, last)
+
+# ---------------------------------------------------------------- messages to a rank
+
+cdef inline void enqueue(Table *table, uint32_t rank_index, Message *message) noexcept nogil:
+    cdef Rank *rank = &table.ranks[rank_index]
+    message.next = NULL
+    if rank.queue_tail == NULL:
+        rank.queue_head = message
+    else:
+        rank.queue_tail.next = message
+    rank.queue_tail = message
+    rank.queue_count += 1
+    rank.queue_bytes += message.size
+    if not rank.flushing:
+        rank.flushing = 1
+        rank.next_flush = table.to_flush
+        table.to_flush = rank_index
+    wake_pump(table)
+
+cdef inline Message *dequeue(Rank *rank) noexcept nogil:
+    cdef Message *message = rank.queue_head
+    rank.queue_head = message.next
+    if rank.queue_head == NULL:
+        rank.queue_tail = NULL
+    rank.queue_count -= 1
+    rank.queue_bytes -= message.size
+    return message
+
+cdef inline void write_hex(char *out, uint32_t value) noexcept nogil:
+    cdef int i
+    cdef uint32_t digit
+    for i in range(8):
+        digit = (value >> (28 - 4 * i)) & 15
+        out[i] = <char>(digit + 48 if digit < 10 else digit + 87)
+
+# The id a request has on the wire; returns its length.
+cdef inline uint32_t write_wire_id(Table *table, uint32_t index, char *out) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    write_hex(out, table.epoch)
+    write_hex(out + 8, index)
+    write_hex(out + 16, slot.generation)
+    memcpy(out + WIRE_ID_SIZE, slot.suffix, slot.suffix_size)
+    return WIRE_ID_SIZE + slot.suffix_size
+
+# ---------------------------------------------------------------- the one ending
+
+# Ends a live request. Returns 1 if it was live, 0 if it had ended before.
+cdef inline int end(Table *table, uint32_t index, uint8_t cause) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    cdef Rank *rank = &table.ranks[slot.rank]
+    if slot.state != SLOT_LIVE:
+        return 0
+    slot.state = SLOT_ENDED
+    slot.cause = cause
+    table.live_count -= 1
+    rank.in_flight -= 1
+    rank.count.ended[cause] += 1
+    if rank.in_flight == 0:
+        rank.running = rank.waiting = 0
+    if slot.prev_live == NIL:
+        rank.live_head = slot.next_live
+    else:
+        slot_at(table, slot.prev_live).next_live = slot.next_live
+    if slot.next_live != NIL:
+        slot_at(table, slot.next_live).prev_live = slot.prev_live
+    heap_remove(table, index)
+    mark_ready(table, index)
+    return 1
+
+# Ends a live request that the engine may still hold: a request it was sent is followed by one ABORT, a request
+# that still waits here is dropped unsent when its turn comes.
+cdef inline int end_here(Table *table, const Zmq *zmq, uint32_t index, uint8_t cause) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    cdef Rank *rank = &table.ranks[slot.rank]
+    cdef Message *message
+    cdef uint8_t *payload
+    if not end(table, index, cause):
+        return 0
+    if not slot.sent or rank.incarnation != slot.incarnation or rank.state < RANK_LIVE or rank.state > RANK_DRAINING:
+        return 1
+    message = <Message *>malloc(sizeof(Message))
+    if message == NULL:
+        return 1   # the engine runs on to the request's own end, and its rows are late
+    message.type_byte = TYPE_ABORT
+    message.slot = NIL
+    message.size = 2 + WIRE_ID_SIZE + slot.suffix_size
+    if message.size - 2 > 31:
+        message.size += 1
+    if zmq.msg_init_size(&message.payload, message.size) != 0:
+        free(message)
+        return 1
+    payload = <uint8_t *>zmq.msg_data(&message.payload)
+    payload[0] = 0x91   # msgpack: array of one string
+    if slot.suffix_size + WIRE_ID_SIZE > 31:
+        payload[1] = 0xd9
+        payload[2] = WIRE_ID_SIZE + slot.suffix_size
+        write_wire_id(table, index, <char *>payload + 3)
+    else:
+        payload[1] = 0xa0 | (WIRE_ID_SIZE + slot.suffix_size)
+        write_wire_id(table, index, <char *>payload + 2)
+    enqueue(table, slot.rank, message)
+    return 1
+
+# ---------------------------------------------------------------- choosing a rank
+
+cdef inline double score(const Rank *rank) noexcept nogil:
+    cdef int64_t queued
+    cdef double value
+    if rank.in_flight == 0:
+        return 0.0   # whatever was reported last was taken before the rank's last request finished
+    queued = rank.running + rank.waiting
+    value = <double>(rank.in_flight if rank.in_flight > queued else queued)
+    if rank.waiting > 0 and rank.kv_usage > 0.5:
+        value += rank.waiting * 6.0 * (rank.kv_usage - 0.5)   # a queue behind a filling KV cache drains slowly
+    return value
+
+cdef inline int full(const Table *table, const Rank *rank, size_t size) noexcept nogil:
+    return (rank.queue_count >= QUEUE_FRAMES or
+            (rank.queue_count and rank.queue_bytes + size > QUEUE_BYTES) or
+            (table.max_inflight and rank.in_flight >= table.max_inflight))
+
+# The rank for a message of `size` bytes, or a Refusal. `pinned` < 0 = any.
+cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
+    cdef Rank *rank
+    cdef uint32_t i, at
+    cdef int best = -1, seen = 0
+    cdef uint8_t level
+    cdef double value, best_value = 0
+    if table.closed:
+        return REFUSED_CLOSED
+    if pinned >= 0:
+        if <uint32_t>pinned >= table.rank_count:
+            return REFUSED_INVALID_RANK
+        rank = &table.ranks[pinned]
+        if rank.state != RANK_LIVE and rank.state != RANK_STALLED:
+            return REFUSED_INVALID_RANK
+        if full(table, rank, size):
+            rank.count.overloaded += 1
+            return REFUSED_OVERLOADED
+        return pinned
+    for level in range(RANK_LIVE, RANK_STALLED + 1):
+        for i in range(table.rank_count):
+            at = (table.scan_start + i) % table.rank_count
+            rank = &table.ranks[at]
+            if rank.state != level:
+                continue
+            seen = 1
+            if full(table, rank, size):
+                rank.count.overloaded += 1
+                continue
+            value = score(rank)
+            if best < 0 or value < best_value:
+                best = <int>at
+                best_value = value
+        if seen:
+            break
+    table.scan_start = (table.scan_start + 1) % table.rank_count
+    if best >= 0:
+        return best
+    return REFUSED_OVERLOADED if seen else REFUSED_NO_RANK
+
+# Takes a free slot for `rank`. Returns its index, or NIL when there is no memory.
+cdef inline uint32_t reserve(Table *table, int rank_index, double now, double deadline) noexcept nogil:
+    cdef Rank *rank = &table.ranks[rank_index]
+    cdef Slot *slot
+    cdef uint32_t index
+    if table.free_head == NIL and add_block(table) != 0:
+        return NIL
+    index = table.free_head
+    slot = slot_at(table, index)
+    slot.deadline = deadline
+    if deadline > 0 and heap_push(table, index) != 0:
+        slot.heap_at = NIL
+        return NIL
+    table.free_head = slot.next_free
+    if table.free_head == NIL:
+        table.free_tail = NIL
+    slot.state = SLOT_LIVE
+    slot.cause = CAUSE_NONE
+    slot.finish = FINISH_NONE
+    slot.wanted = slot.ready = slot.sent = slot.suffix_size = 0
+    slot.rank = rank_index
+    slot.incarnation = rank.incarnation
+    slot.prompt_tokens = slot.completion_tokens = slot.cached_tokens = 0
+    slot.prev_live = NIL
+    slot.next_live = rank.live_head
+    if rank.live_head != NIL:
+        slot_at(table, rank.live_head).prev_live = index
+    rank.live_head = index
+    if rank.in_flight == 0:
+        rank.quiet_since = now
+    rank.in_flight += 1
+    table.live_count += 1
+    return index
+
+# ---------------------------------------------------------------- applying a batch
+
+cdef inline int append_cold(Slot *slot, const uint8_t *bytes_, uint32_t size) noexcept nogil:
+    cdef uint32_t capacity
+    cdef uint8_t *cold
+    if slot.cold_size + size > slot.cold_capacity:
+        capacity = slot.cold_capacity * 2 if slot.cold_capacity * 2 > slot.cold_size + size else slot.cold_size + size
+        cold = <uint8_t *>realloc(slot.cold, capacity)
+        if cold == NULL:
+            return -1
+        slot.cold = cold
+        slot.cold_capacity = capacity
+    memcpy(slot.cold + slot.cold_size, bytes_, size)
+    slot.cold_size += size
+    return 0
+
+cdef inline int append_tokens(Slot *slot, const uint32_t *tokens, uint32_t count) noexcept nogil:
+    cdef uint32_t capacity, i
+    cdef uint32_t *grown
+    if slot.token_count + count > slot.token_capacity:
+        capacity = slot.token_capacity * 2 if slot.token_capacity else 8
+        while capacity < slot.token_count + count:
+            capacity *= 2
+        grown = <uint32_t *>realloc(slot.tokens, capacity * sizeof(uint32_t))
+        if grown == NULL:
+            return -1
+        slot.tokens = grown
+        slot.token_capacity = capacity
+    for i in range(count):
+        slot.tokens[slot.token_count + i] = tokens[i]
+    slot.token_count += count
+    return 0
+
+# Phase two: hands the rows of a whole, checked frame to their slots, and wakes who waits.
+cdef inline void apply(Table *table, int rank_index, const Batch *batch, const uint8_t *frame, double now) noexcept nogil:
+    cdef Rank *rank = &table.ranks[rank_index]
+    cdef const Row *row
+    cdef Slot *slot
+    cdef uint32_t i, size
+    for i in range(batch.row_count):
+        row = &batch.rows[i]
+        if not row.ours or row.epoch != table.epoch or row.slot >= table.slot_count:
+            rank.count.foreign += 1
+            continue
+        slot = slot_at(table, row.slot)
+        if (slot.generation != row.generation or slot.state != SLOT_LIVE or
+                slot.rank != rank_index or slot.incarnation != rank.incarnation):
+            rank.count.late += 1
+            continue
+        if row.token_count and append_tokens(slot, batch.tokens + row.first_token, row.token_count) != 0:
+            end(table, row.slot, CAUSE_LOST)
+            continue
+        slot.prompt_tokens = row.prompt_tokens
+        slot.completion_tokens = row.completion_tokens
+        slot.cached_tokens = row.cached_tokens
+        if row.logprob_values.size:
+            if (append_cold(slot, frame + row.logprob_values.start, row.logprob_values.size) != 0 or
+                    append_cold(slot, frame + row.logprob_ids.start, row.logprob_ids.size) != 0):
+                end(table, row.slot, CAUSE_LOST)
+                continue
+        if row.finish != FINISH_NONE:
+            slot.finish = row.finish
+            if row.finish == FINISH_OTHER:
+                size = row.finish_text.size if row.finish_text.size < REASON_MAX else REASON_MAX - 1
+                memcpy(slot.reason, frame + row.finish_text.start, size)
+                slot.reason[size] = 0
+            end(table, row.slot, CAUSE_FINISHED)
+        elif row.token_count:
+            mark_ready(table, row.slot)
+    rank.count.frames += 1
+    rank.count.rows += batch.row_count
+    rank.count.tokens += batch.token_count
+    rank.quiet_since = now
+    if batch.has_load:
+        rank.reported = 1
+        rank.kv_usage = batch.kv_usage
+        if rank.in_flight:
+            rank.running = <int64_t>batch.running
+            rank.waiting = <int64_t>batch.waiting
+    signal_outlets(table)
+
+# Ends every request of a rank; `detail` says how the rank died.
+cdef inline void end_all(Table *table, int rank_index, uint8_t cause, uint8_t detail) noexcept nogil:
+    cdef Rank *rank = &table.ranks[rank_index]
+    while rank.live_head != NIL:
+        slot_at(table, rank.live_head).finish = detail
+        end(table, rank.live_head, cause)
+
+# Ends what is past its deadline. Returns how many.
+cdef inline uint32_t end_expired(Table *table, const Zmq *zmq, double now) noexcept nogil:
+    cdef uint32_t count = 0
+    while table.heap_size and slot_at(table, table.heap[0]).deadline <= now:
+        end_here(table, zmq, table.heap[0], CAUSE_DEADLINE)
+        count += 1
+    return count
+
+# ---------------------------------------------------------------- taking outputs
+
+cdef inline int scratch_room(Scratch *scratch, uint32_t entries, uint32_t tokens) noexcept nogil:
+    cdef uint32_t capacity
+    cdef void *grown
+    if scratch.count + entries > scratch.capacity:
+        capacity = scratch.capacity * 2 if scratch.capacity else 16
+        while capacity < scratch.count + entries:
+            capacity *= 2
+        grown = realloc(scratch.taken, capacity * sizeof(Taken))
+        if grown == NULL:
+            return -1
+        scratch.taken = <Taken *>grown
+        scratch.capacity = capacity
+    if scratch.token_count + tokens > scratch.token_capacity:
+        capacity = scratch.token_capacity * 2 if scratch.token_capacity else 64
+        while capacity < scratch.token_count + tokens:
+            capacity *= 2
+        grown = realloc(scratch.tokens, capacity * sizeof(uint32_t))
+        if grown == NULL:
+            return -1
+        scratch.tokens = <uint32_t *>grown
+        scratch.token_capacity = capacity
+    return 0
+
+cdef inline void scratch_free(Scratch *scratch) noexcept nogil:
+    free(scratch.taken)
+    free(scratch.tokens)
+    memset(scratch, 0, sizeof(Scratch))
+
+# Moves what a slot holds into scratch; a terminal output frees the slot. Returns 1, or 0 when there is no
+# output, or -1 when there is no memory (nothing was moved).
+cdef inline int take_slot(Table *table, uint32_t index, Scratch *scratch) noexcept nogil:
+    cdef Slot *slot = slot_at(table, index)
+    cdef Taken *taken
+    cdef uint32_t i
+    if slot.token_count == 0 and slot.state != SLOT_ENDED:
+        return 0
+    if scratch_room(scratch, 1, slot.token_count) != 0:
+        return -1
+    unlink_ready(table, index)
+    taken = &scratch.taken[scratch.count]
+    scratch.count += 1
+    taken.record = slot.record
+    taken.cause = slot.cause
+    taken.finish = slot.finish
+    taken.rank = slot.rank
+    taken.prompt_tokens = slot.prompt_tokens
+    taken.completion_tokens = slot.completion_tokens
+    taken.cached_tokens = slot.cached_tokens
+    taken.first_token = scratch.token_count
+    taken.token_count = slot.token_count
+    for i in range(slot.token_count):
+        scratch.tokens[scratch.token_count + i] = slot.tokens[i]
+    scratch.token_count += slot.token_count
+    slot.token_count = 0
+    taken.cold = slot.cold
+    taken.cold_size = slot.cold_size
+    slot.cold = NULL
+    slot.cold_size = slot.cold_capacity = 0
+    taken.freed = slot.state == SLOT_ENDED
+    if taken.cause == CAUSE_FINISHED and taken.finish == FINISH_OTHER:
+        memcpy(taken.reason, slot.reason, REASON_MAX)
+    if taken.freed:
+        free_slot(table, index)
+    return 1
