@@ -1,8 +1,8 @@
 """The life of a rank: which event leads where, and what has to be done then.
 
 Pure: no socket, no clock, no thread. The loop tells `RankLife` what happened and carries out the steps it
-gets back, in their order. `TABLE` holds the rules; `RankLife` adds what a table cannot hold: which incarnation
-lives, what of its handshake has come, and the HELLO that waits until the rank is free again.
+gets back, in their order. `TABLE` holds the rules; `RankLife` adds what a table cannot hold: which
+incarnation lives, what of its handshake has come, and the HELLO that waits until the rank is free again.
 """
 
 from __future__ import annotations
