@@ -53,7 +53,7 @@ cdef inline bint reserve_tokens(Batch *batch, uint32_t count) noexcept nogil:
 
 
 # Faults. `what` is a format for Python's str.format with {found}, {expected} and {kind}, the name of the type
-# whose lead byte is `found`; `fault_error` in smg/protocol/outputs.py fills it in.
+# whose lead byte is `found`; `fault_error` in smg/_decoded.py fills it in.
 
 cdef inline int fail(
     Batch *batch, const char *column, int64_t row, const char *what, uint64_t found, uint64_t expected, size_t offset
@@ -89,7 +89,7 @@ cdef inline int fail_read(
 
 
 cdef inline object fault_parts(const Fault *fault):
-    """The fault as `fault_error` of smg/protocol/outputs.py takes it: (column, what, row, found, expected, offset)."""
+    """The fault as `fault_error` of smg/_decoded.py takes it: (column, what, row, found, expected, offset)."""
     return (
         fault.column.decode("ascii"), fault.what.decode("ascii"), fault.row, fault.found, fault.expected, fault.offset
     )

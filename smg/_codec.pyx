@@ -1,0 +1,185 @@
+"""The compiled codecs as plain Python functions.
+
+The pump uses the decoders without any of this; here they are for tests, tools and fuzzing. The packing of prompts
+is what every request is made with.
+"""
+
+from libc.stdint cimport UINT32_MAX, uint8_t, uint32_t
+from libc.stdlib cimport free, malloc
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from operator import index as as_index
+
+from smg._batch cimport batch_free, batch_init, fault_parts
+from smg._frame cimport Batch, Row, Span
+from smg._msgpack cimport Cursor, read_array, read_float, read_u32
+from smg._tokenspeed cimport decode_slim
+
+from smg._decoded import DecodedBatch, DecodedRow, Load, WireId, fault_error
+from smg.errors import InvalidRequest
+
+ctypedef int (*Decoder)(const uint8_t *frame, size_t size, Batch *batch) noexcept nogil
+
+
+def decode_tokenspeed(frame):
+    """One `BatchTokenIDOutSlim` frame (any bytes-like object) as a `DecodedBatch`. Raises `DecodeError`."""
+    return decode_with(decode_slim, frame, False)
+
+
+def measure_tokenspeed(frame):
+    """Bytes of scratch memory that decoding the frame takes when it starts with none, be the frame good or bad."""
+    return decode_with(decode_slim, frame, True)
+
+
+def pack_token_ids(token_ids):
+    """A prompt as a msgpack array of integers.
+
+    Takes a list, a tuple, any other iterable, or anything with `tolist` (numpy arrays, array.array). Raises
+    `InvalidRequest` naming the first element that is not an integer in 0..2**32-1; a bool is none.
+    """
+    cdef tuple items = token_tuple(token_ids)
+    cdef Py_ssize_t count = len(items)
+    if count > UINT32_MAX:
+        raise InvalidRequest("prompt_token_ids", count, "a sequence of less than 2**32 token ids")
+    cdef uint8_t *packed = <uint8_t *>malloc(5 * (count + 1))
+    if packed == NULL:
+        raise MemoryError
+    cdef uint8_t *at = packed
+    cdef Py_ssize_t i
+    cdef long long value
+    cdef int overflow = 0
+    try:
+        if count < 16:
+            at[0] = <uint8_t>(0x90 | count)
+            at += 1
+        elif count <= 0xFFFF:
+            at = put_u16(at, 0xDC, <uint32_t>count)
+        else:
+            at = put_u32(at, 0xDD, <uint32_t>count)
+        for i in range(count):
+            item = items[i]
+            if not PyLong_CheckExact(item):
+                item = plain_int(item)
+            value = -1 if item is None else PyLong_AsLongLongAndOverflow(item, &overflow)
+            if value < 0 or value > UINT32_MAX:
+                raise InvalidRequest(
+                    "prompt_token_ids", items[i], f"token ids that are integers in 0..4294967295 (element {i} is not)"
+                )
+            if value < 0x80:
+                at[0] = <uint8_t>value
+                at += 1
+            elif value <= 0xFF:
+                at[0], at[1] = 0xCC, <uint8_t>value
+                at += 2
+            elif value <= 0xFFFF:
+                at = put_u16(at, 0xCD, <uint32_t>value)
+            else:
+                at = put_u32(at, 0xCE, <uint32_t>value)
+        return PyBytes_FromStringAndSize(<char *>packed, at - packed)
+    finally:
+        free(packed)
+
+
+cdef tuple token_tuple(token_ids):
+    if isinstance(token_ids, (list, tuple)):
+        return tuple(token_ids)
+    if not isinstance(token_ids, (str, bytes, bytearray, memoryview, set, frozenset, dict)):
+        try:
+            return tuple(token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
+        except TypeError:
+            pass
+    raise InvalidRequest("prompt_token_ids", token_ids, "a sequence of token ids")
+
+
+cdef object plain_int(item):
+    """An int from any integer type but bool, else None."""
+    if isinstance(item, bool):
+        return None
+    try:
+        return int(as_index(item))
+    except TypeError:
+        return None
+
+
+cdef inline uint8_t *put_u16(uint8_t *at, uint8_t lead, uint32_t value) noexcept nogil:
+    at[0], at[1], at[2] = lead, <uint8_t>(value >> 8), <uint8_t>value
+    return at + 3
+
+
+cdef inline uint8_t *put_u32(uint8_t *at, uint8_t lead, uint32_t value) noexcept nogil:
+    at[0], at[1], at[2] = lead, <uint8_t>(value >> 24), <uint8_t>(value >> 16)
+    at[3], at[4] = <uint8_t>(value >> 8), <uint8_t>value
+    return at + 5
+
+
+cdef object decode_with(Decoder decoder, frame, bint measure):
+    cdef Py_buffer view
+    cdef Batch batch
+    cdef int status
+    PyObject_GetBuffer(frame, &view, PyBUF_SIMPLE)
+    batch_init(&batch)
+    try:
+        with nogil:
+            status = decoder(<const uint8_t *>view.buf, <size_t>view.len, &batch)
+        if measure:
+            return batch.row_capacity * sizeof(Row) + batch.token_capacity * sizeof(uint32_t)
+        if status < 0:
+            raise fault_error(*fault_parts(&batch.fault))
+        return decoded_batch(<const uint8_t *>view.buf, &batch)
+    finally:
+        batch_free(&batch)
+        PyBuffer_Release(&view)
+
+
+cdef object decoded_batch(const uint8_t *frame, const Batch *batch):
+    cdef uint32_t i
+    rows = [decoded_row(frame, batch, &batch.rows[i]) for i in range(batch.row_count)]
+    load = Load(batch.running, batch.waiting, batch.kv_usage) if batch.has_load else None
+    return DecodedBatch(rows, batch.engine_index if batch.has_engine_index else None, load)
+
+
+cdef object decoded_row(const uint8_t *frame, const Batch *batch, const Row *row):
+    cdef uint32_t k
+    return DecodedRow(
+        span_text(frame, row.rid),
+        WireId(row.epoch, row.slot, row.generation) if row.ours else None,
+        [batch.tokens[row.first_token + k] for k in range(row.token_count)],
+        span_text(frame, row.finish_text),
+        row.prompt_tokens,
+        row.completion_tokens,
+        row.cached_tokens,
+        span_floats(frame, row.logprob_values),
+        span_ids(frame, row.logprob_ids),
+    )
+
+
+cdef str span_text(const uint8_t *frame, Span span):
+    return (<const char *>frame)[span.start:span.start + span.size].decode("utf-8")
+
+
+cdef list span_floats(const uint8_t *frame, Span span):
+    cdef Cursor c
+    cdef uint32_t count = 0
+    cdef double value = 0
+    c.at, c.end = frame + span.start, frame + span.start + span.size
+    floats = []
+    if span.size and read_array(&c, &count) == 0:
+        for _ in range(count):
+            read_float(&c, &value)
+            floats.append(value)
+    return floats
+
+
+cdef list span_ids(const uint8_t *frame, Span span):
+    cdef Cursor c
+    cdef uint32_t count = 0
+    cdef uint32_t value = 0
+    c.at, c.end = frame + span.start, frame + span.start + span.size
+    ids = []
+    if span.size and read_array(&c, &count) == 0:
+        for _ in range(count):
+            read_u32(&c, &value)
+            ids.append(value)
+    return ids
