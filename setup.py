@@ -6,10 +6,12 @@ Environment variables, each off unless set to 1:
     SMG_ANNOTATE   write the .html files that show where Cython calls into Python
     SMG_COVERAGE   line tracing, for coverage.py's Cython plugin
     SMG_SANITIZE   AddressSanitizer and UndefinedBehaviorSanitizer (run with libasan preloaded)
+
     SMG_ONLY       comma-separated module names to build, e.g. SMG_ONLY=_fastpath
 """
 
 import os
+from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -20,7 +22,6 @@ def flag(name: str) -> bool:
 
 
 DEBUG, COVERAGE, SANITIZE = flag("SMG_DEBUG"), flag("SMG_COVERAGE"), flag("SMG_SANITIZE")
-MODULES = ["_codec", "_fastpath", "_text", "_sse"]
 
 DIRECTIVES = {
     "language_level": "3",
@@ -45,23 +46,22 @@ if SANITIZE:
 if COVERAGE:
     macros += [("CYTHON_TRACE", "1"), ("CYTHON_TRACE_NOGIL", "1")]
 
-only = [name for name in os.environ.get("SMG_ONLY", "").split(",") if name] or MODULES
-extensions = [
-    Extension(
-        f"smg.{name}",
-        [f"smg/{name}.pyx"],
-        extra_compile_args=compile_args,
-        extra_link_args=link_args,
-        define_macros=macros,
-        libraries=["pthread"],
-    )
-    for name in only
-    if os.path.exists(f"smg/{name}.pyx")
-]
+only = [name for name in os.environ.get("SMG_ONLY", "").split(",") if name]
+modules = only or sorted(path.stem for path in Path("smg").glob("*.pyx"))
 
 setup(
     ext_modules=cythonize(
-        extensions,
+        [
+            Extension(
+                f"smg.{name}",
+                [f"smg/{name}.pyx"],
+                extra_compile_args=compile_args,
+                extra_link_args=link_args,
+                define_macros=macros,
+                libraries=["pthread"],
+            )
+            for name in modules
+        ],
         compiler_directives=DIRECTIVES,
         annotate=flag("SMG_ANNOTATE"),
         gdb_debug=DEBUG,
