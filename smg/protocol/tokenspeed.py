@@ -351,12 +351,12 @@ def decode_logprobs(spans: bytes) -> list[tuple[int, float, list[tuple[int, floa
     """
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(spans)))
     unpacker.feed(spans)
-    entries: list[tuple[int, float, list[tuple[int, float]]]] = []
-    for logprobs in unpacker:
-        entries += [
-            (token, float(value), []) for value, token in zip(logprobs, unpacker.unpack(), strict=True)
-        ]
-    return entries
+    columns = iter(unpacker)
+    return [
+        (token, float(value), [])
+        for values, tokens in zip(columns, columns, strict=True)
+        for value, token in zip(values, tokens, strict=True)
+    ]
 
 
 class _Reader:
@@ -478,20 +478,3 @@ def _unpacked(payload: bytes, what: str) -> Any:
         return msgpack.unpackb(payload, unicode_errors="surrogateescape", strict_map_key=False)
     except Exception as error:  # msgpack's own kinds, and ValueError and TypeError of Python's
         raise DecodeError(f"{what} is malformed: {str(error) or type(error).__name__}", what) from None
-
-
-# What the engine layer asks of a protocol beside the encoders
-
-HAS_PRIORITY = False
-
-
-def decode_logprobs(columns: bytes) -> list[tuple[int, float, list[tuple[int, float]]]]:
-    """(token id, logprob, []) per token, from a stream's `output_token_logprobs` cells: values, ids, values, ids ..."""
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(columns)
-    cells = iter(unpacker)
-    return [
-        (token, float(value), [])
-        for values, tokens in zip(cells, cells, strict=True)
-        for value, token in zip(values, tokens, strict=True)
-    ]
