@@ -283,6 +283,14 @@ class AnyInterleaving(RuleBasedStateMachine):
     def garbage_comes(self) -> None:
         self.tell(Event.BAD)
 
+    @rule(drain=st.booleans())
+    def a_process_comes_up(self, drain: bool) -> None:
+        self.a_process_says_hello()
+        self.ready_comes()
+        self.a_registration_comes(old=False)
+        if drain:
+            self.work_goes_on(Event.DRAIN)
+
     @rule(old=st.booleans())
     def a_sign_of_death_comes(self, old: bool) -> None:
         state, incarnation = self.life.state, self.life.incarnation
