@@ -25,8 +25,8 @@ from smg._batch cimport batch_free, batch_init, fault_parts
 from smg._frame cimport FINISH_NONE, FINISH_OTHER
 from smg._pump cimport (
     EVENT_DEAD, EVENT_INPUT, EVENT_MISATTRIBUTED, EVENT_RESUMED, EVENT_STALLED, EVENT_UNDECODABLE, OUTCOME_STOPPED,
-    ROLE_INPUT, ROLE_MONITOR, ROLE_OUTPUT, ROLE_RARE, ROLE_WAKE, Connection, Event, drop_queue, monotonic, run,
-    smg_epoll_open, tag_of, unwatch, watch,
+    ROLE_INPUT, ROLE_MONITOR, ROLE_OUTPUT, ROLE_RARE, ROLE_WAKE, Connection, Event, drop_queue, monotonic,
+    read_monitor, read_turn, run, settle, smg_epoll_open, tag_of, unwatch, watch,
 )
 from smg._table cimport (
     CAUSE_ABORTED, CAUSE_CLOSED, CAUSE_DEADLINE, CAUSE_DIED, CAUSE_DROPPED, CAUSE_FINISHED, CAUSE_NONE, NIL,
@@ -114,6 +114,19 @@ DEATHS = (
     "sent three undecodable frames in a row",
     "has a broken socket",
 )
+
+
+class EventKind:
+    """The kinds of `Core.events`."""
+
+    INPUT = EVENT_INPUT                  # detail = parts of the message, -1 = not the rank's identity
+    DEAD = EVENT_DEAD                    # detail = index into DEATHS
+    STALLED = EVENT_STALLED
+    RESUMED = EVENT_RESUMED
+    UNDECODABLE = EVENT_UNDECODABLE      # detail = bytes of the frame
+    MISATTRIBUTED = EVENT_MISATTRIBUTED  # detail = the index that was claimed
+
+
 RANK_DTYPE = [("running", "i8"), ("waiting", "i8"), ("kv_usage", "f8"), ("reported", "?")]
 
 
@@ -296,6 +309,11 @@ cdef class Core:
                 watch(&self.pump, connection.input_fd, tag_of(ROLE_INPUT, rank)) != 0 or
                 watch(&self.pump, connection.monitor_fd, tag_of(ROLE_MONITOR, rank)) != 0):
             raise MemoryError
+        # A socket's descriptor tells of nothing until the socket has been found empty once.
+        with nogil:
+            read_monitor(&self.pump, rank)
+            read_turn(&self.pump, rank)
+            settle(&self.pump, rank)
 
     def detach(self, uint32_t rank) -> None:
         """Take the sockets back before they are closed. What was queued for them is dropped."""
@@ -535,8 +553,9 @@ cdef class Core:
     def events_lost(self) -> int:
         return self.pump.events_lost
 
-    def state(self, uint32_t rank) -> int:
-        return self.table.ranks[rank].state
+    def in_flight(self, uint32_t rank) -> int:
+        """Requests that a rank holds."""
+        return self.table.ranks[rank].in_flight
 
     def counters(self) -> dict:
         """Totals since the group's start: name -> one int per rank."""

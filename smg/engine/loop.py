@@ -1,0 +1,356 @@
+"""The loop thread of a group: the pump, and around it what is rare.
+
+The steady state is `Core.run`, which moves frames without the GIL. It comes back with events (a registration,
+a death, a stall) or because the handshake socket has something; those are handled here, by the state table of
+`lifecycle`. Only this thread touches the group's sockets.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from smg import _fastpath
+from smg._decoded import fault_error
+from smg.engine.address import SocketDirectory
+from smg.engine.lifecycle import (
+    Action,
+    Event,
+    Heard,
+    RankLife,
+    State,
+    Step,
+    hear_handshake,
+    hear_registration,
+)
+from smg.errors import AddressError, Closed
+from smg.protocol import handshake
+
+_log = logging.getLogger("smg")
+_STATES = list(State)  # Core numbers the states in this order
+_DRAIN_POLL = 0.02  # seconds between looks at a draining rank
+_IDLE = 3600.0  # seconds the pump may stay away when nothing is due
+_EVENT = _fastpath.EventKind
+
+
+@dataclass(slots=True)
+class Sockets:
+    """One incarnation's sockets."""
+
+    input: zmq.Socket[bytes]
+    output: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+    def close(self) -> None:
+        self.output.disable_monitor()
+        self.monitor.close(0)
+        self.input.close(0)
+        self.output.close(0)
+
+
+class Loop:
+    """Sockets, handshakes and the thread of one group. `EngineGroup` is its face."""
+
+    def __init__(
+        self,
+        core: _fastpath.Core,
+        directory: SocketDirectory,
+        address: str,
+        *,
+        backend: str,
+        ranks: int,
+        handshake_timeout: float,
+    ) -> None:
+        self.core = core
+        self.backend = backend
+        self.lives = [RankLife(index, handshake_timeout) for index in range(ranks)]
+        self.registrations: list[handshake.Registration | None] = [None] * ranks
+        self.refused = 0  # handshake messages of no rank of this group
+        self._directory = directory
+        self._sockets: list[Sockets | None] = [None] * ranks
+        self._noted: set[tuple[int, str]] = set()
+        self._commands: list[Callable[[], None]] = []
+        self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
+        self._lock = threading.Lock()  # guards _commands and _waiters
+        self._closing = False
+        self._pid = os.getpid()
+        directory.acquire()
+        self._context = zmq.Context()
+        try:
+            self._handshake = self._context.socket(zmq.ROUTER)
+            self._handshake.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._handshake.setsockopt(zmq.LINGER, 0)
+            try:
+                self._handshake.bind(address)
+            except zmq.ZMQError as error:
+                raise AddressError(
+                    f"handshake address {address}: {error}; another router may listen there "
+                    "(two worker URLs can derive the same port: name one with handshake_address)"
+                ) from None
+            self.address: str = self._handshake.getsockopt_string(zmq.LAST_ENDPOINT)
+            core.watch_rare(self._handshake.fileno())
+        except BaseException:
+            self._context.destroy(0)
+            directory.release()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._handshake, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=f"smg-loop {directory.path}", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------- for other threads
+
+    def close(self) -> None:
+        """Stop the thread, end every stream with `Closed`, unlink the sockets. Idempotent; does nothing in a
+        fork.""" if os.getpid() != self._pid:
+            return
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if first:
+            self.core.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def live(self) -> int:
+        """Ranks that take work."""
+        return sum(life.state in (State.LIVE, State.STALLED) for life in self.lives)
+
+    def when_live(self, count: int) -> concurrent.futures.Future[None]:
+        """A future that is done once `count` ranks take work, or fails with `Closed`."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._lock:
+            self._waiters.append((count, future))
+        self.call(self._tell_waiters)
+        return future
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Run `command` on the loop thread."""
+        with self._lock:
+            if self._closing:
+                self._fail_waiters()
+                return
+            self._commands.append(command)
+        self.core.wake()
+
+    def drain(self, rank: int) -> None:
+        """Let a rank finish what it has and give it nothing new."""
+        self.call(lambda: self._handle(rank, Event.DRAIN))
+
+    # ---------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._serve_handshake()
+            while self.core.run(self._patience()):
+                for event in self.core.events():
+                    self._on_event(*event)
+                self._serve_handshake()
+                self._serve_commands()
+                self._watch_the_clock()
+        except Exception:
+            _log.exception("the loop thread of %s failed; the group is closed", self._directory.url)
+        finally:
+            self._shut()
+
+    def _patience(self) -> float:
+        """Seconds until the next thing that only this thread notices."""
+        if any(life.state is State.DRAINING for life in self.lives):
+            return _DRAIN_POLL
+        due = [life.deadline for life in self.lives if life.deadline is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else _IDLE
+
+    def _watch_the_clock(self) -> None:
+        now = time.monotonic()
+        for life in self.lives:
+            self._carry_out(life, life.expire(now))
+            if life.state is State.DRAINING and not self.core.in_flight(life.index):
+                self._handle(life.index, Event.EMPTY)
+
+    def _serve_commands(self) -> None:
+        with self._lock:
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+
+    def _serve_handshake(self) -> None:
+        while self._poller.poll(0):
+            frames = self._handshake.recv_multipart(zmq.NOBLOCK)
+            self._on_heard(
+                hear_handshake(frames, len(self.lives), lambda frame: handshake.decode_status(frame).status)
+            )
+
+    def _on_heard(self, heard: Heard, incarnation: int | None = None) -> None:
+        if heard.rank is None:
+            self.refused += 1
+            self._note(-1, heard.why, "refused a dialer: %s", heard.why)
+        else:
+            self._handle(heard.rank, heard.event, incarnation=incarnation, why=heard.why)
+
+    def _on_event(
+        self,
+        kind: int,
+        rank: int,
+        incarnation: int,
+        detail: int,
+        data: bytes,
+        fault: tuple[str, str, int, int, int, int] | None,
+    ) -> None:
+        if kind == _EVENT.INPUT:
+            self._on_input(rank, incarnation, detail, data)
+        elif kind == _EVENT.DEAD:
+            self._handle(rank, Event.LOST, incarnation=incarnation, why=_fastpath.DEATHS[detail])
+        elif kind == _EVENT.STALLED:
+            _log.warning("rank %d is silent with work in flight: stalled", rank)
+            self._handle(rank, Event.SILENT, incarnation=incarnation)
+        elif kind == _EVENT.RESUMED:
+            _log.info("rank %d is heard again", rank)
+            self._handle(rank, Event.FRAME, incarnation=incarnation)
+        elif kind == _EVENT.UNDECODABLE and fault is not None:
+            _log.warning(
+                "rank %d sent an undecodable frame of %d bytes: %s; it begins with %s",
+                rank,
+                detail,
+                fault_error(*fault),
+                data.hex(),
+            )
+        elif kind == _EVENT.MISATTRIBUTED:
+            _log.warning("rank %d says that it is rank %d; its socket is believed", rank, detail)
+
+    def _on_input(self, rank: int, incarnation: int, parts: int, payload: bytes) -> None:
+        identity = handshake.identity(rank) if parts >= 0 else b""
+        frames = [identity, payload] + [b""] * (parts - 2)
+        registration: list[handshake.Registration] = []
+
+        def version_of(data: bytes) -> str:
+            registration.append(handshake.decode_registration(data))
+            return registration[0].vllm_version
+
+        heard = hear_registration(frames, rank, self.backend, version_of)
+        if heard.event is Event.REGISTERED and self.lives[rank].incarnation == incarnation:
+            self.registrations[rank] = registration[0]
+        self._on_heard(heard, incarnation)
+
+    # ---------------------------------------------------------- the state table, carried out
+
+    def _handle(self, rank: int, event: Event, *, incarnation: int | None = None, why: str = "") -> None:
+        life = self.lives[rank]
+        self._carry_out(life, life.handle(event, time.monotonic(), incarnation=incarnation, why=why), why)
+
+    def _carry_out(self, life: RankLife, steps: list[Step], why: str = "") -> None:
+        rank = life.index
+        for action, incarnation in steps:
+            if action is Action.BIND_AND_INIT:
+                self._bind_and_init(rank, incarnation)
+            elif action is Action.GO_LIVE:
+                registration = self.registrations[rank]
+                engine = registration.vllm_version if registration else "an engine"
+                _log.info("rank %d is live: %s, incarnation %d", rank, engine or "an engine", incarnation)
+            elif action is Action.REFUSE:
+                self._note(rank, why or life.fault, "rank %d: refused: %s", rank, why or life.fault)
+            elif action is Action.KEEP_HELLO:
+                self._note(
+                    rank, "claimed", "rank %d is claimed by a second process; it waits for the first", rank
+                )
+            elif action is Action.END_REQUESTS:  # done by the pump, after it had read the output socket out
+                _log.warning("rank %d %s; its requests were ended", rank, why)
+            elif action is Action.UNBIND:
+                self._unbind(rank, incarnation)
+        if steps or life.state is State.DRAINING:
+            self.core.set_state(rank, _STATES.index(life.state))
+            self._tell_waiters()
+
+    def _bind_and_init(self, rank: int, incarnation: int) -> None:
+        self.registrations[rank] = None
+        try:
+            sockets = self._bind(rank, incarnation)
+        except zmq.ZMQError as error:
+            _log.error("rank %d: its sockets cannot be bound: %s", rank, error)
+            self._handle(rank, Event.LOST, why=f"had no sockets: {error}")
+            return
+        self._sockets[rank] = sockets
+        self.core.attach(rank, incarnation, sockets.input, sockets.output, sockets.monitor)
+        init = handshake.encode_init(
+            [self._directory.input(rank, incarnation)], [self._directory.output(rank, incarnation)]
+        )
+        try:
+            self._handshake.send_multipart([handshake.identity(rank), init], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.warning("rank %d: INIT could not be sent: %s", rank, error)
+
+    def _bind(self, rank: int, incarnation: int) -> Sockets:
+        output = self._context.socket(zmq.PULL)
+        output.setsockopt(zmq.RCVHWM, 0)  # an engine's PUSH would block its scheduler
+        output.setsockopt(zmq.LINGER, 0)
+        monitor = output.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        input_ = self._context.socket(zmq.ROUTER)
+        input_.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a vanished or full peer is an error, not a silent drop
+        input_.setsockopt(zmq.SNDHWM, 1000)
+        input_.setsockopt(zmq.LINGER, 0)
+        sockets = Sockets(input_, output, monitor)
+        try:
+            output.bind(self._directory.output(rank, incarnation))
+            input_.bind(self._directory.input(rank, incarnation))
+        except BaseException:
+            sockets.close()
+            self._directory.discard(rank, incarnation)
+            raise
+        return sockets
+
+    def _unbind(self, rank: int, incarnation: int) -> None:
+        sockets, self._sockets[rank] = self._sockets[rank], None
+        if sockets is None:
+            return
+        self.core.end_rank(rank)  # a handshake that was given up has none, a drained rank neither
+        self.core.detach(rank)
+        sockets.close()
+        self._directory.discard(rank, incarnation)
+
+    def _note(self, rank: int, topic: str, message: str, *args: object) -> None:
+        """Log once per rank and topic, so that a loud dialer does not fill the log."""
+        if (rank, topic) not in self._noted and len(self._noted) < 1000:
+            self._noted.add((rank, topic))
+            _log.warning(message, *args)
+
+    # ---------------------------------------------------------- waiting for ranks
+
+    def _tell_waiters(self) -> None:
+        live = self.live()
+        with self._lock:
+            done = [future for count, future in self._waiters if count <= live]
+            self._waiters = [(count, future) for count, future in self._waiters if count > live]
+        for future in done:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    def _fail_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for _, future in waiters:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Closed("the group is closed"))
+
+    def _shut(self) -> None:
+        with self._lock:
+            self._closing = True
+        self.core.stop()
+        for rank, life in enumerate(self.lives):
+            sockets = self._sockets[rank]
+            if sockets is not None:
+                self.core.detach(rank)
+                sockets.close()
+                self._directory.discard(rank, life.incarnation)
+            life.state = State.ABSENT
+        self.core.close()
+        self._context.destroy(0)
+        self._directory.release()
+        with self._lock:
+            self._fail_waiters()

@@ -1,0 +1,57 @@
+"""`Router`: one or more groups behind one `submit`. The policy picks a group, the group picks its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from smg._fastpath import Stream
+from smg.engine.group import EngineGroup
+from smg.errors import NoRank, Overloaded
+from smg.routing.policies import POLICIES
+from smg.sampling import SamplingParams
+
+
+class Router:
+    """Spreads requests over groups that serve the same model.
+
+    `policy`: "least_load" (fewest requests in flight per live rank), "round_robin", "random", "power_of_two"
+    or "passthrough" (the first group that can take it). The groups stay the caller's to close.
+    """
+
+    def __init__(self, groups: Sequence[EngineGroup], policy: str = "least_load") -> None:
+        if not groups:
+            raise ValueError("groups: at least one is needed")
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
+        self.groups = list(groups)
+        self.policy = policy
+        self._order = POLICIES[policy]()
+
+    def choose(self) -> EngineGroup:
+        """The group that the next request goes to. Raises NoRank when no rank of any group takes work."""
+        if len(self.groups) == 1:
+            return self.groups[0]
+        for group in self._order(self.groups):
+            if group.live:
+                return group
+        raise NoRank("no rank of any group is live; ask each group's `ranks` for their states")
+
+    def submit(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> Stream:
+        """As `EngineGroup.submit`. A group that is full or has no rank passes the request on to the next one.
+
+        `rank` and `outlet` name a thing of one group, so they need a router of one group.
+        """
+        if len(self.groups) > 1 and (options.get("outlet") is not None or options.get("rank") is not None):
+            raise ValueError("outlet and rank belong to one group: choose() a group and submit to it")
+        refusal: NoRank | Overloaded | None = None
+        for group in self._order(self.groups):
+            try:
+                return group.submit(prompt_token_ids, params, **options)
+            except (NoRank, Overloaded) as error:
+                if not isinstance(refusal, Overloaded):
+                    refusal = error
+        assert refusal is not None
+        raise refusal
