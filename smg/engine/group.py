@@ -236,9 +236,9 @@ class EngineGroup:
 
     @property
     def max_model_len(self) -> int | None:
-        """Context length in tokens, prompt and completion: the smallest that a rank registered; None =
-        unknown.""" known = [r.max_model_len for r in self._loop.registrations if r is not None and
-        r.max_model_len] return min(known) if known else None
+        """Context length in tokens, prompt and completion: the smallest any rank registered, None = unknown."""
+        known = [r.max_model_len for r in self._loop.registrations if r is not None and r.max_model_len]
+        return min(known) if known else None
 
     @property
     def live(self) -> int:
@@ -257,8 +257,8 @@ class EngineGroup:
 
     @property
     def load(self) -> npt.NDArray[Any]:
-        """Each rank's last report: running i8, waiting i8, kv_usage f8 (0..1), reported ? (any report
-        yet).""" return self._snapshot()[1]
+        """Each rank's last report: running i8, waiting i8, kv_usage f8 (0..1), reported ? (any yet)."""
+        return self._snapshot()[1]
 
     def _snapshot(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         in_flight = np.zeros(self._ranks, np.int64)

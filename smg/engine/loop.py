@@ -109,8 +109,8 @@ class Loop:
     # ---------------------------------------------------------- for other threads
 
     def close(self) -> None:
-        """Stop the thread, end every stream with `Closed`, unlink the sockets. Idempotent; does nothing in a
-        fork.""" if os.getpid() != self._pid:
+        """Stop the thread, end every stream with `Closed`, unlink the sockets. Idempotent; nothing in a fork."""
+        if os.getpid() != self._pid:
             return
         with self._lock:
             first, self._closing = not self._closing, True
