@@ -25,8 +25,8 @@ from smg._batch cimport batch_free, batch_init, fault_parts
 from smg._frame cimport FINISH_NONE, FINISH_OTHER
 from smg._pump cimport (
     EVENT_DEAD, EVENT_INPUT, EVENT_MISATTRIBUTED, EVENT_RESUMED, EVENT_STALLED, EVENT_UNDECODABLE, OUTCOME_STOPPED,
-    ROLE_INPUT, ROLE_MONITOR, ROLE_OUTPUT, ROLE_RARE, ROLE_WAKE, Connection, Event, drop_queue, monotonic,
-    read_monitor, read_turn, run, settle, smg_epoll_open, tag_of, unwatch, watch,
+    ROLE_INPUT, ROLE_MONITOR, ROLE_OUTPUT, ROLE_RARE, ROLE_WAKE, Connection, Event, drop_queue,
+    handle_frame, monotonic, read_monitor, read_turn, run, settle, smg_epoll_open, tag_of, unwatch, watch,
 )
 from smg._table cimport (
     CAUSE_ABORTED, CAUSE_CLOSED, CAUSE_DEADLINE, CAUSE_DIED, CAUSE_DROPPED, CAUSE_FINISHED, CAUSE_NONE, NIL,
@@ -357,6 +357,15 @@ cdef class Core:
         with nogil:
             outcome = run(&self.pump, until)
         return outcome != OUTCOME_STOPPED
+
+    def feed(self, uint32_t rank, bytes frame, uint32_t times=1) -> None:
+        """Decode and apply a frame as if the rank had sent it: for tests and measurements without sockets."""
+        cdef const uint8_t *data = <const uint8_t *><const char *>frame
+        cdef size_t size = len(frame)
+        cdef uint32_t i
+        with nogil:
+            for i in range(times):
+                handle_frame(&self.pump, rank, data, size, monotonic())
 
     def events(self) -> list:
         """What `run` left for Python, once: (kind, rank, incarnation, detail, bytes, fault parts or None)."""

@@ -236,7 +236,7 @@ class EngineGroup:
 
     @property
     def max_model_len(self) -> int | None:
-        """Context length in tokens, prompt and completion: the smallest any rank registered, None = unknown."""
+        """Context length in tokens, prompt and completion: the least any rank registered; None = unknown."""
         known = [r.max_model_len for r in self._loop.registrations if r is not None and r.max_model_len]
         return min(known) if known else None
 

@@ -109,7 +109,7 @@ class Loop:
     # ---------------------------------------------------------- for other threads
 
     def close(self) -> None:
-        """Stop the thread, end every stream with `Closed`, unlink the sockets. Idempotent; nothing in a fork."""
+        """Stop the thread, end all streams with `Closed`, unlink the sockets. Idempotent; no-op in a fork."""
         if os.getpid() != self._pid:
             return
         with self._lock:
