@@ -29,6 +29,7 @@ DIRECTIVES = {
     "initializedcheck": False,
     "embedsignature": True,
     "emit_code_comments": False,
+    "auto_pickle": False,
     "linetrace": COVERAGE,
 }
 

@@ -1,0 +1,56 @@
+# Each target sets up what it needs in $(VENV) and is quick when that is there already.
+#
+#   make demo      simulated ranks, router and a few streamed chats, on this machine
+#   make test      lint, types and the test suite
+#   make slow      the long test lanes; make engines: those that need an engine's own package
+#   make build     sdist and wheel in dist/, checked by an install of each
+#
+# PYTHON chooses the interpreter, VENV where the environment goes, ARGS what pytest gets beside its defaults.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+run = $(VENV)/bin/python -m
+compiled = pyproject.toml setup.py smg/_version.py $(wildcard smg/*.pyx smg/*.pxd)
+# pytest: 5 means that no test has the marker
+lane = $(run) pytest -m $(1) $(ARGS) || [ $$? -eq 5 ]
+
+.PHONY: test lint pytest slow engines demo build clean
+
+test: lint pytest
+
+lint: $(VENV)/.test
+	$(run) ruff check
+	$(run) ruff format --check
+	$(run) mypy
+
+pytest: $(VENV)/.test
+	$(run) pytest $(ARGS)
+
+slow: $(VENV)/.test
+	$(call lane,slow)
+
+engines: $(VENV)/.test
+	$(call lane,engine)
+
+demo: $(VENV)/.server
+	$(run) smg demo
+
+build:
+	PYTHON=$(PYTHON) scripts/check_dist.sh
+
+# the test environment has everything the server needs
+$(VENV)/.test: $(compiled) | $(VENV)/bin/python
+	$(run) pip install --quiet --editable '.[test]'
+	touch $(VENV)/.server $@
+
+$(VENV)/.server: $(compiled) | $(VENV)/bin/python
+	$(run) pip install --quiet --editable '.[server]'
+	touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info smg/*.so smg/*.c smg/*.html cython_debug
