@@ -4,7 +4,7 @@ The pump uses the decoders without any of this; here they are for tests, tools a
 is what every request is made with.
 """
 
-from libc.stdint cimport UINT32_MAX, uint8_t, uint32_t
+from libc.stdint cimport UINT32_MAX, int8_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -14,7 +14,8 @@ from operator import index as as_index
 
 from smg._batch cimport batch_free, batch_init, fault_parts
 from smg._frame cimport Batch, Row, Span
-from smg._msgpack cimport Cursor, read_array, read_float, read_u32
+from smg._msgpack cimport WRONG_TYPE, Cursor, read_array, read_bin, read_bool, read_ext, read_float, read_i64, \
+    read_map, read_text, read_u32, read_u64, read_valid_text, skip, take_nil
 from smg._tokenspeed cimport decode_slim
 
 from smg._decoded import DecodedBatch, DecodedRow, Load, WireId, fault_error
@@ -31,6 +32,62 @@ def decode_tokenspeed(frame):
 def measure_tokenspeed(frame):
     """Bytes of scratch memory that decoding the frame takes when it starts with none, be the frame good or bad."""
     return decode_with(decode_slim, frame, True)
+
+
+def read_value(str kind, data):
+    """One read of the checked cursor at the start of `data`: (status, value, where the cursor is then).
+
+    `kind`: nil, bool, u32, u64, i64, float, text (any bytes), utf8, bin, ext, array, map, or any to skip a value.
+    The status is 0 or one of `Status` in _msgpack.pxd. A header's value is its count, a skipped value is None.
+    """
+    cdef const uint8_t[::1] view = data if len(data) else b"\0"
+    cdef Cursor c
+    cdef const uint8_t *start = NULL
+    cdef uint32_t size = 0
+    cdef uint64_t wide = 0
+    cdef int64_t signed_value = 0
+    cdef int8_t code = 0
+    cdef double real = 0
+    cdef bint truth = False
+    cdef int status
+    c.at, c.end = &view[0], &view[0] + len(data)
+    value = None
+    if kind == "nil":
+        status = 0 if take_nil(&c) else WRONG_TYPE
+    elif kind == "bool":
+        status = read_bool(&c, &truth)
+        value = truth != 0
+    elif kind == "u32":
+        status = read_u32(&c, &size)
+        value = size
+    elif kind == "u64":
+        status = read_u64(&c, &wide)
+        value = wide
+    elif kind == "i64":
+        status = read_i64(&c, &signed_value)
+        value = signed_value
+    elif kind == "float":
+        status = read_float(&c, &real)
+        value = real
+    elif kind == "text" or kind == "utf8":
+        status = (read_valid_text if kind == "utf8" else read_text)(&c, &start, &size)
+    elif kind == "bin":
+        status = read_bin(&c, &start, &size)
+    elif kind == "ext":
+        status = read_ext(&c, &code, &start, &size)
+    elif kind == "array":
+        status = read_array(&c, &size)
+        value = size
+    elif kind == "map":
+        status = read_map(&c, &size)
+        value = size
+    else:
+        status = skip(&c)
+    if start != NULL:
+        value = (<const char *>start)[:size]
+        if kind == "ext":
+            value = code, value
+    return status, value if status == 0 else None, c.at - &view[0]
 
 
 def pack_token_ids(token_ids):

@@ -22,10 +22,12 @@ cdef extern from *:
     """
     #define SMG_ARRAY_WANTED "must be an array, found {kind}"
     #define SMG_TEXT_WANTED "must be text, found {kind}"
+    #define SMG_FLOATS_WANTED "must hold floats, found {kind}"
     #define SMG_UINT32_WANTED "must be an integer in 0..4294967295, found {kind}"
     """
     const char *ARRAY_WANTED "SMG_ARRAY_WANTED"
     const char *TEXT_WANTED "SMG_TEXT_WANTED"
+    const char *FLOATS_WANTED "SMG_FLOATS_WANTED"
     const char *UINT32_WANTED "SMG_UINT32_WANTED"
 
 cdef enum:
@@ -135,26 +137,41 @@ cdef inline int slim_rids(Slim *s) noexcept nogil:
 
 
 cdef inline int slim_too_many(Slim *s) noexcept nogil:
-    """More rids than the frame has room for: some column is short or cut off. Say which; always returns -1."""
+    """More rids than the frame has room for, so that some column is short or cut off. Say which; returns -1.
+
+    Nothing is kept: rows for all these rids would take more memory than the frame is worth.
+    """
     cdef const char **column = [
-        b"output_ids", b"finished_reasons", b"prompt_tokens", b"completion_tokens", b"cached_tokens",
+        b"rids", b"output_ids", b"finished_reasons", b"prompt_tokens", b"completion_tokens", b"cached_tokens",
         b"output_token_logprobs_val", b"output_token_logprobs_idx"
     ]
     cdef const uint8_t *text = NULL
-    cdef uint32_t size = 0
-    cdef uint32_t i, k
-    cdef int status
-    for i in range(s.row_count):
-        status = read_valid_text(&s.c, &text, &size)
-        if status != OK:
-            return fail_read(s.batch, b"rids", i, status, TEXT_WANTED, &s.c, s.frame)
-    for k in range(7):
-        if slim_column(s, column[k]) < 0:
+    cdef const char *wanted = NULL
+    cdef double value = 0
+    cdef uint32_t token = 0
+    cdef uint32_t count = 0
+    cdef uint32_t i, k, e
+    cdef int status = OK
+    for k in range(8):
+        if k > 0 and slim_column(s, column[k]) < 0:
             return -1
         for i in range(s.row_count):
-            status = skip(&s.c)
+            if k == 0 or k == 2:
+                wanted, status = TEXT_WANTED, read_valid_text(&s.c, &text, &count)
+            elif 3 <= k <= 5:
+                wanted, status = UINT32_WANTED, read_u32(&s.c, &token)
+            else:
+                wanted, status = ARRAY_WANTED, read_array(&s.c, &count)
+                for e in range(count if status == OK else 0):
+                    if k == 6:
+                        wanted, status = FLOATS_WANTED, read_float(&s.c, &value)
+                    else:
+                        wanted, status = UINT32_WANTED, read_u32(&s.c, &token)
+                    if status != OK:
+                        break
             if status != OK:
-                return fail_read(s.batch, column[k], i, status, b"must be a value, found {kind}", &s.c, s.frame)
+                return fail_read(s.batch, column[k], i, status, wanted, &s.c, s.frame)
+    # Not reached: eight columns of that many entries do not fit in the frame.
     return fail(s.batch, b"frame", -1, b"has too few bytes for {found} requests", s.row_count, 0, 0)
 
 
@@ -308,7 +325,7 @@ cdef inline int slim_logprob_values(Slim *s) noexcept nogil:
         for k in range(count):
             status = read_float(&s.c, &value)
             if status != OK:
-                return fail_read(s.batch, column, i, status, b"must hold floats, found {kind}", &s.c, s.frame)
+                return fail_read(s.batch, column, i, status, FLOATS_WANTED, &s.c, s.frame)
         if count:
             row.logprob_values.start = <uint32_t>(at - s.frame)
             row.logprob_values.size = <uint32_t>(s.c.at - at)
