@@ -7,7 +7,6 @@ are in `_text.pxd`.
 
 import json
 import re
-from itertools import islice
 
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdlib cimport calloc, malloc
@@ -430,7 +429,9 @@ cdef uint32_t *copy_ids(token_ids, Py_ssize_t n) except NULL:
     if ids == NULL:
         raise MemoryError
     try:
-        for token in islice(token_ids, n):
+        for token in token_ids:
+            if i == n:  # longer than it said
+                break
             value = token
             ids[i] = <uint32_t>value if 0 <= value < MAX_IDS else <uint32_t>0xFFFFFFFF
             i += 1
