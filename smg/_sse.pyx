@@ -1,0 +1,538 @@
+"""Text of running completions to HTTP clients: detokenise, find stop strings, escape, splice, write.
+
+A `Choice` turns one stream's outputs into text. With a `Wire` it writes them as server-sent events, each a
+constant JSON prefix, the escaped text and a constant suffix; without one it collects the text. `drain` serves
+every choice whose stream became ready, in one callback and without a task switch.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from smg._fastpath cimport Output
+from smg._text cimport Buffer, Detokenizer, buffer_append, buffer_free
+
+from smg.errors import Error
+
+# ---------------------------------------------------------------- JSON text
+
+cdef const char *HEX = "0123456789abcdef"
+
+
+cdef inline Py_ssize_t escape_size(const uint8_t *text, Py_ssize_t size) noexcept nogil:
+    """Bytes that `escape_into` will write."""
+    cdef Py_ssize_t i = 0, total = 0
+    cdef uint8_t c
+    while i < size:
+        c = text[i]
+        if c >= 0x20 and c != 0x22 and c != 0x5c and c < 0x80:
+            total += 1
+        elif c == 0x22 or c == 0x5c or c == 0x0a or c == 0x0d or c == 0x09 or c == 0x08 or c == 0x0c:
+            total += 2
+        elif c < 0x20:
+            total += 6
+        elif wide_escape(text, size, i):
+            total += 6
+            i += 1 if c == 0xc2 else 2
+        else:
+            total += 1
+        i += 1
+    return total
+
+
+cdef inline uint32_t wide_escape(const uint8_t *text, Py_ssize_t size, Py_ssize_t i) noexcept nogil:
+    """The code unit at `i` when it is one that line splitters or JSON readers trip over, else 0.
+
+    U+0085, U+2028 and U+2029 end a line for some readers of server-sent events; a surrogate is not UTF-8.
+    """
+    cdef uint8_t c = text[i]
+    if c == 0xc2 and i + 1 < size and text[i + 1] == 0x85:
+        return 0x85
+    if i + 2 < size:
+        if c == 0xe2 and text[i + 1] == 0x80 and (text[i + 2] == 0xa8 or text[i + 2] == 0xa9):
+            return 0x2028 + (text[i + 2] - 0xa8)
+        if c == 0xed and text[i + 1] >= 0xa0:
+            return 0xd000 | (text[i + 1] & 0x3f) << 6 | (text[i + 2] & 0x3f)
+    return 0
+
+
+cdef inline char *escape_into(char *out, const uint8_t *text, Py_ssize_t size) noexcept nogil:
+    """Write `text` as the inside of a JSON string; returns the end."""
+    cdef Py_ssize_t i = 0
+    cdef uint32_t unit
+    cdef uint8_t c
+    while i < size:
+        c = text[i]
+        if c >= 0x20 and c != 0x22 and c != 0x5c and c < 0x80:
+            out[0] = <char>c
+            out += 1
+        elif c == 0x22 or c == 0x5c or c == 0x0a or c == 0x0d or c == 0x09 or c == 0x08 or c == 0x0c:
+            out[0] = 0x5c
+            if c == 0x0a:
+                out[1] = b"n"
+            elif c == 0x0d:
+                out[1] = b"r"
+            elif c == 0x09:
+                out[1] = b"t"
+            elif c == 0x08:
+                out[1] = b"b"
+            elif c == 0x0c:
+                out[1] = b"f"
+            else:
+                out[1] = <char>c
+            out += 2
+        else:
+            unit = c if c < 0x20 else wide_escape(text, size, i)
+            if c < 0x20 or unit:
+                out[0] = 0x5c
+                out[1] = b"u"
+                out[2] = HEX[unit >> 12]
+                out[3] = HEX[unit >> 8 & 15]
+                out[4] = HEX[unit >> 4 & 15]
+                out[5] = HEX[unit & 15]
+                out += 6
+                if c >= 0x20:
+                    i += 1 if c == 0xc2 else 2
+            else:
+                out[0] = <char>c
+                out += 1
+        i += 1
+    return out
+
+
+def escape(text) -> bytes:
+    """`text` (str, or UTF-8 bytes) as the inside of a JSON string, without the quotes.
+
+    Control characters, quotes, backslashes, U+0085, U+2028, U+2029 and lone surrogates are escaped, so that the
+    result is one line for every line splitter and valid JSON whatever came in.
+    """
+    cdef bytes raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
+    cdef const uint8_t *data = <const uint8_t *>PyBytes_AS_STRING(raw)
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(raw)
+    cdef bytes made = PyBytes_FromStringAndSize(NULL, escape_size(data, size))
+    escape_into(PyBytes_AS_STRING(made), data, size)
+    return made
+
+
+def json_depth(bytes body) -> int:
+    """How deep arrays and objects nest in a JSON text. Of a text that is not JSON, some number."""
+    cdef const char *text = PyBytes_AS_STRING(body)
+    cdef Py_ssize_t i = 0, size = PyBytes_GET_SIZE(body)
+    cdef int64_t depth = 0, deepest = 0
+    cdef bint inside = False
+    cdef char c
+    with nogil:
+        while i < size:
+            c = text[i]
+            if inside:
+                if c == b"\\":
+                    i += 1
+                elif c == b'"':
+                    inside = False
+            elif c == b'"':
+                inside = True
+            elif c == b"{" or c == b"[":
+                depth += 1
+                if depth > deepest:
+                    deepest = depth
+            elif c == b"}" or c == b"]":
+                depth -= 1
+            i += 1
+    return deepest
+
+
+# ---------------------------------------------------------------- time
+
+cdef inline double monotonic() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec + now.tv_nsec * 1e-9
+
+
+cdef class Histogram:
+    """Durations counted in buckets, for metrics. `bounds` are upper bounds in seconds, rising."""
+
+    def __cinit__(self, bounds):
+        self.size = len(bounds)
+        self.bounds = <double *>malloc(max(1, self.size) * sizeof(double))
+        self.buckets = <int64_t *>calloc(self.size + 1, sizeof(int64_t))
+        if self.bounds == NULL or self.buckets == NULL:
+            raise MemoryError
+        for i in range(self.size):
+            self.bounds[i] = bounds[i]
+
+    def __dealloc__(self):
+        free(self.bounds)
+        free(self.buckets)
+
+    cdef void add(self, double seconds, int64_t times) noexcept:
+        cdef Py_ssize_t i = 0
+        while i < self.size and seconds > self.bounds[i]:
+            i += 1
+        self.buckets[i] += times
+        self.sum += seconds * times
+        self.count += times
+
+    def observe(self, double seconds, int64_t times=1) -> None:
+        self.add(seconds, times)
+
+    def cumulative(self) -> list:
+        """(upper bound in seconds, observations up to it) per bucket, the last bound infinite."""
+        cdef int64_t total = 0
+        made = []
+        for i in range(self.size):
+            total += self.buckets[i]
+            made.append((self.bounds[i], total))
+        made.append((float("inf"), total + self.buckets[self.size]))
+        return made
+
+
+# ---------------------------------------------------------------- writing
+
+cdef class Wire:
+    """The event stream of one HTTP response: the only thing that writes to its connection.
+
+    `protocol` is the connection's (its `transport` is None once the client is gone). `chunked` frames each part as
+    HTTP/1.1 wants it. `head`, the status line and headers, is sent with the first part.
+    """
+
+    def __cinit__(self, protocol, bint chunked):
+        self.protocol = protocol
+        self.chunked = chunked
+        self.head = b""
+        self.choices = []
+
+    cdef int put(self, bytes part) except -1:
+        """Queue a framed part."""
+        self.quiet = 0
+        if self.head is not None:
+            part = self.head + part
+            self.head = None
+            self.started = True
+        if self.lead is None:
+            self.lead = part
+        elif self.more is None:
+            self.more = [part]
+        else:
+            self.more.append(part)
+        return 0
+
+    cdef int put_text(self, bytes before, const uint8_t *text, Py_ssize_t size, bytes after) except -1:
+        """Queue `before`, the escaped text, `after` as one part."""
+        cdef Py_ssize_t first = PyBytes_GET_SIZE(before), last = PyBytes_GET_SIZE(after)
+        cdef Py_ssize_t body = first + escape_size(text, size) + last
+        cdef Py_ssize_t rest = body
+        cdef int digits = 0
+        cdef int i
+        cdef bytes part
+        cdef char *out
+        if not self.chunked:
+            part = PyBytes_FromStringAndSize(NULL, body)
+            out = PyBytes_AS_STRING(part)
+        else:
+            while rest:
+                digits += 1
+                rest >>= 4
+            part = PyBytes_FromStringAndSize(NULL, body + digits + 4)
+            out = PyBytes_AS_STRING(part)
+            for i in range(digits):
+                out[i] = HEX[body >> 4 * (digits - 1 - i) & 15]
+            out += digits
+            out[0], out[1] = 0x0d, 0x0a
+            out += 2
+        memcpy(out, PyBytes_AS_STRING(before), first)
+        out = escape_into(out + first, text, size)
+        memcpy(out, PyBytes_AS_STRING(after), last)
+        if self.chunked:
+            out[last], out[last + 1] = 0x0d, 0x0a
+        return self.put(part)
+
+    cdef int flush(self) except -1:
+        """Write what is queued, in one call."""
+        cdef bytes lead = self.lead
+        if lead is None:
+            return 0
+        self.lead = None
+        if self.more is not None:
+            lead += b"".join(self.more)
+            self.more = None
+        transport = self.protocol.transport
+        if transport is not None:
+            transport.write(lead)
+        return 0
+
+    def send(self, bytes part not None) -> None:
+        """Write `part`, e.g. a comment or an event as it goes over the wire."""
+        if not self.ended:
+            self.put_text(part, NULL, 0, b"")
+            self.flush()
+
+    def event(self, bytes data not None) -> None:
+        """Queue an event; the next output or `close` writes it. `data` is one line."""
+        if not self.ended:
+            self.put_text(b"data: ", NULL, 0, data + b"\n\n")
+
+    def close(self) -> None:
+        """Write what is queued and end the body."""
+        if self.ended:
+            return
+        self.ended = True
+        self.choices.clear()
+        if self.chunked:
+            self.put(b"0\r\n\r\n")
+        elif self.head is not None:
+            self.put(b"")
+        self.flush()
+
+    def pause(self) -> None:
+        """The transport's buffer is full: texts coalesce until `resume`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        cdef Choice choice
+        self.paused = False
+        for choice in self.choices:
+            choice.show()
+        self.flush()
+
+    def tick(self, int limit) -> None:
+        """Count one tick; after `limit` of them without a write, write a comment so that nobody hangs up."""
+        self.quiet += 1
+        if self.quiet >= limit and not self.paused:
+            self.send(b": ping\n\n")
+
+
+# ---------------------------------------------------------------- choices
+
+def drain(outlet) -> None:
+    """Deliver everything that became ready in `outlet` to the `Choice` in each stream's `data`."""
+    cdef Choice choice
+    for stream, out in outlet.take():
+        choice = stream.data
+        if choice is not None:
+            choice.deliver(out)
+
+
+cdef class Choice:
+    """One stream of a response, from token ids to what the client reads.
+
+    `shape` renders what is not constant; each returns a line of JSON as bytes:
+    `first(choice)` or None, before anything else; `part(choice, text, entries)` when `before` is None;
+    `last(choice)` at the end. `owner` hears of the end: `ended(choice)`, or `failed(choice, exception)`.
+    `before` and `after` are the constant parts of an event around its text, "data: " and the blank line included.
+    """
+
+    def __cinit__(
+        self,
+        int index,
+        Detokenizer text not None,
+        owner,
+        *,
+        Wire wire=None,
+        shape=None,
+        bytes before=None,
+        bytes after=None,
+        dict stop_ids=None,
+        bint keep_stop=False,
+        bint logprobs=False,
+        bint collect=False,
+        bint keep_ids=False,
+        uint32_t prompt_tokens=0,
+        Histogram first_token=None,
+        Histogram between_tokens=None,
+    ):
+        self.index = index
+        self.text = text
+        self.owner = owner
+        self.wire = wire
+        self.shape = shape
+        self.before = before
+        self.after = after
+        self.stop_ids = stop_ids
+        self.keep_stop = keep_stop
+        self.entries = [] if logprobs else None
+        self.ids = [] if keep_ids else None
+        self.collects = collect or wire is None
+        self.prompt_tokens = prompt_tokens
+        self.first_token = first_token
+        self.between_tokens = between_tokens
+        self.submitted = monotonic()
+        if wire is not None:
+            wire.choices.append(self)
+
+    def __dealloc__(self):
+        buffer_free(&self.fresh)
+        buffer_free(&self.whole)
+
+    @property
+    def whole_text(self) -> bytes:
+        """All text so far, UTF-8; empty unless it is collected."""
+        return (<const char *>self.whole.data)[: self.whole.size] if self.whole.size else b""
+
+    @property
+    def logprobs(self) -> list:
+        """(token_id, logprob, top) of every token not yet written; None when they were not asked for."""
+        return self.entries
+
+    @property
+    def token_ids(self) -> list:
+        """Every token id so far, a stop token included; None unless they are kept."""
+        return self.ids
+
+    @property
+    def seconds(self) -> float:
+        """Since the request went to the engine, up to the last output."""
+        return self.last - self.submitted if self.first else 0.0
+
+    cpdef deliver(self, out):
+        """Take what came out of the stream: an `Output`, or the error that ended it."""
+        cdef Output output
+        if self.ended:
+            return
+        try:
+            if type(out) is Output:
+                output = <Output>out
+                self.cached_tokens = output.cached_tokens
+                self.completion_tokens = output.completion_tokens
+                if output.prompt_tokens:
+                    self.prompt_tokens = output.prompt_tokens
+                self.take(
+                    output.tokens,
+                    output.token_count,
+                    output.finish_reason if output.finish else None,
+                    output.stop_reason,
+                    output.logprobs if self.entries is not None else None,
+                )
+            else:
+                self.fail(out)
+        except Exception as exc:
+            self.fail(exc)
+
+    def feed(
+        self, token_ids, finish_reason=None, stop_reason=None, logprobs=None, int64_t completion_tokens=-1
+    ) -> None:
+        """Take tokens that come from no engine."""
+        cdef Py_ssize_t n = len(token_ids)
+        cdef uint32_t *ids
+        if self.ended:
+            return
+        ids = <uint32_t *>malloc(max(1, n) * sizeof(uint32_t))
+        if ids == NULL:
+            raise MemoryError
+        try:
+            for i in range(n):
+                ids[i] = token_ids[i]
+            self.completion_tokens = completion_tokens if completion_tokens >= 0 else self.completion_tokens + n
+            self.take(ids, n, finish_reason, stop_reason, logprobs)
+        finally:
+            free(ids)
+
+    def abort(self) -> None:
+        """End without another word to the client; the engine is told."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.wire is not None and self in self.wire.choices:
+            self.wire.choices.remove(self)
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.abort()
+
+    def fail(self, exc) -> None:
+        """End with an error; the owner tells the client."""
+        if not self.ended:
+            self.ended = True
+            self.owner.failed(self, exc)
+
+    cdef int take(
+        self, const uint32_t *ids, Py_ssize_t n, object reason, object stop_reason, object logprobs
+    ) except -1:
+        cdef double now = monotonic()
+        cdef bint stopped
+        cdef Py_ssize_t i
+        if self.first == 0:
+            self.first = now
+            if self.first_token is not None:
+                self.first_token.add(now - self.submitted, 1)
+        elif n and self.between_tokens is not None:
+            self.between_tokens.add((now - self.last) / n, n)
+        self.last = now
+        if self.ids is not None:
+            for i in range(n):
+                self.ids.append(ids[i])
+        if logprobs is not None and self.entries is not None:
+            self.entries.extend(logprobs)
+        if reason is not None:
+            if reason == "error":
+                self.fail(Error("the engine finished the request with an error; its log says why"))
+                return 0
+            if n and self.stop_ids is not None and reason == "stop" and ids[n - 1] in self.stop_ids:
+                self.matched = self.stop_ids[ids[n - 1]]
+                if not self.keep_stop:
+                    n -= 1
+            if stop_reason is not None:
+                self.matched = self.stop_ids.get(stop_reason, stop_reason) if self.stop_ids else stop_reason
+        stopped = self.text.push_tokens(ids, n, &self.fresh) == 1
+        if reason is not None and not stopped:
+            stopped = self.text.finish_text(&self.fresh) == 1
+        if stopped:
+            self.matched = self.text.stop_match
+            if reason is None and self.stream is not None:
+                self.stream.abort()
+            reason = "stop"
+        if self.collects and self.fresh.size:
+            if buffer_append(&self.whole, self.fresh.data, self.fresh.size) < 0:
+                raise MemoryError
+            if self.wire is None:
+                self.fresh.size = 0
+        if reason is not None:
+            return self.end(reason)
+        if self.wire is not None:
+            self.show()
+            self.wire.flush()
+        return 0
+
+    cdef int begin(self) except -1:
+        self.begun = True
+        first = self.shape.first(self)
+        if first is not None:
+            self.wire.event(first)
+        return 0
+
+    cdef int show(self) except -1:
+        """Queue what is fresh, unless the client does not read: then it waits, and grows by its text only."""
+        if not self.begun and self.first != 0:
+            self.begin()
+        if self.wire.paused and not self.ended:
+            return 0
+        if self.before is not None:
+            if self.fresh.size:
+                self.wire.put_text(self.before, self.fresh.data, self.fresh.size, self.after)
+        elif self.collects:
+            # Every part has the whole text; the last one is rendered with the end.
+            if not self.ended and self.completion_tokens != self.rendered_tokens:
+                self.rendered_tokens = self.completion_tokens
+                self.wire.event(self.shape.part(self, b"", None))
+        elif self.fresh.size or (self.ended and self.entries):
+            entries = self.entries
+            if entries is not None:
+                self.entries = []
+            text = (<const char *>self.fresh.data)[: self.fresh.size] if self.fresh.size else b""
+            self.wire.event(self.shape.part(self, text, entries))
+        self.fresh.size = 0
+        return 0
+
+    cdef int end(self, object reason) except -1:
+        self.ended = True
+        self.finish_reason = reason if reason == "length" or reason == "abort" else "stop"
+        if self.wire is not None:
+            self.show()
+            self.wire.choices.remove(self)
+            self.wire.event(self.shape.last(self))
+        self.owner.ended(self)
+        if self.wire is not None:
+            self.wire.flush()
+        self.stream = None
+        return 0

@@ -1,0 +1,46 @@
+"""The command line: `python -m smg COMMAND`. Each command's code is imported when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from smg._version import __version__
+
+#: command -> module with SUMMARY, add_arguments(parser) and run(args) -> exit status
+COMMANDS = {
+    "launch": "smg.http.launch",
+    "mock": "smg.mock.command",
+    "demo": "smg.demo",
+}
+#: shown in the list of commands, without importing any of them
+SUMMARIES = {
+    "launch": "answer OpenAI-style HTTP with engine ranks that dial in",
+    "mock": "simulated engine ranks that dial a router, without GPU or model",
+    "demo": "simulated ranks, router and a few streamed chats on this machine",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit status; 2 when none was given."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m smg",
+        description="A router between LLM serving code and data-parallel engine ranks.",
+    )
+    parser.add_argument("--version", action="version", version=f"smg-fastpath {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    # Only the command that is asked for brings its options, and with them its imports.
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    modules = {}
+    for name, summary in SUMMARIES.items():
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
+        if name == asked:
+            modules[name] = importlib.import_module(COMMANDS[name])
+            modules[name].add_arguments(command)
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    return int(modules[args.command].run(args))

@@ -1,0 +1,116 @@
+"""What one HTTP request asks of the engine: prompts, sampling, and how the tokens become text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from smg._text import Detokenizer, StopStrings
+from smg.http.requests import Limits, Sampling, stop_strings
+from smg.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from smg.http.tokenizer import ModelTokenizer
+
+#: backends whose wire carries the sampled token's logprob only, so that one candidate is that token
+SAMPLED_LOGPROB_ONLY = {"tokenspeed"}
+
+PROMPT_TAIL = 8  # tokens that decide how a text continues its prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """`prompts` x `n` sequences, in that order: sequence i continues prompt i // n."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    n: int = 1
+    model: str
+    rid: str | None = None
+    priority: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: bool = False
+    # How tokens become text.
+    stops: StopStrings | None = None
+    stop_ids: dict[int, str | int | None] = field(default_factory=dict)
+    keep_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    continues_prompt: bool = False
+    # Per prompt, text around the answer.
+    echo: list[bytes] | None = None
+    suffix: bytes = b""
+    # Of `/generate` only.
+    native: bool = False  # every event has the whole text and all ids
+    listed: bool = False  # the answer is a list, whatever it holds
+    rids: list[str] | None = None  # one per prompt
+    logprob_texts: bool = False
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.n
+
+    def sampling(self, sequence: int) -> SamplingParams:
+        """Sequence i of a prompt samples with seed + i, so that they differ and can be had again."""
+        i = sequence % self.n
+        if i == 0 or self.params.seed is None:
+            return self.params
+        return replace(self.params, seed=self.params.seed + i)
+
+    def detokenizer(self, model: ModelTokenizer, prompt: list[int]) -> Detokenizer:
+        return Detokenizer(
+            model.table,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+            stop=self.stops,
+            no_stop_trim=self.keep_stop,
+            min_tokens=self.params.min_tokens or 0,
+            prompt_tail_ids=prompt[-PROMPT_TAIL:] if self.continues_prompt else None,
+        )
+
+
+@dataclass(slots=True)
+class Stopping:
+    """What ends a text, from a request's `stop`, `stop_token_ids` and `ignore_eos`."""
+
+    stops: StopStrings | None
+    engine_ids: list[int]  # the engine stops at these by itself, besides its end-of-sequence tokens
+    stop_ids: dict[int, str | int | None]  # the last token may be one of these: what it matched
+
+
+def stopping(request: Sampling, model: ModelTokenizer, limits: Limits) -> Stopping:
+    """Stop strings are found here; one that is a single token also stops the engine by itself."""
+    wanted = stop_strings(request, limits)
+    own = request.stop_token_ids
+    if not wanted and not own:
+        return _NOTHING if request.ignore_eos else Stopping(None, [], model.end_ids)
+    ends = {} if request.ignore_eos else dict(model.end_ids)
+    stops = None
+    if wanted:
+        stops, single = _prepared(model, tuple(wanted))
+        ends.update(single)
+    for token in own or ():
+        ends.setdefault(token, token)
+    return Stopping(stops, [token for token, matched in ends.items() if matched is not None], ends)
+
+
+_NOTHING = Stopping(None, [], {})
+
+
+@lru_cache(maxsize=1024)
+def _prepared(model: ModelTokenizer, strings: tuple[str, ...]) -> tuple[StopStrings, dict[int, str]]:
+    """The strings made ready, and those of them that are exactly one token."""
+    single = {}
+    for string in strings:
+        ids = model.encode(string, add_special_tokens=False)
+        if len(ids) == 1 and model.table.bytes_of(ids[0]) == string.encode():
+            single[ids[0]] = string
+    return StopStrings(strings), single
+
+
+def candidates(wanted: int | None, backend: str) -> int | None:
+    """`SamplingParams.logprobs` for a wish for this many likeliest tokens."""
+    return 0 if wanted == 1 and backend in SAMPLED_LOGPROB_ONLY else wanted

@@ -1,0 +1,117 @@
+"""JSON of answers that is common to the OpenAI-style endpoints: ids, usage, logprobs."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from smg._sse import Choice
+
+if TYPE_CHECKING:
+    from smg._text import TokenTable
+    from smg.http.job import Job
+
+encode = msgspec.json.Encoder().encode
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity; what OpenAI sends for one
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def new_id(prefix: str) -> str:
+    """`prefix` and 24 random letters and digits."""
+    return prefix + "".join([_ALPHABET[byte % 62] for byte in secrets.token_bytes(24)])
+
+
+def usage_counts(choices: Sequence[Choice], n: int) -> tuple[int, int, int]:
+    """Prompt, completion and cached tokens of a response. A prompt counts once, whatever `n` is."""
+    prompt = cached = 0
+    for start in range(0, len(choices), n):
+        group = choices[start : start + n]
+        prompt += max(choice.prompt_tokens for choice in group)
+        cached += max(choice.cached_tokens for choice in group)
+    return prompt, sum([choice.completion_tokens for choice in choices]), cached
+
+
+def usage_json(prompt: int, completion: int, cached: int = 0, extra: bytes = b"") -> bytes:
+    details = b',"prompt_tokens_details":{"cached_tokens":%d}' % cached if cached else b""
+    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b%b}' % (
+        prompt,
+        completion,
+        prompt + completion,
+        details,
+        extra,
+    )
+
+
+def response_usage(job: Job, choices: Sequence[Choice], timings: Timings | None) -> bytes:
+    extra = timings.json(choices) if timings is not None else b""
+    return usage_json(*usage_counts(choices, job.n), extra)
+
+
+class Timings:
+    """How long a request took, for `usage`: `queued` in admission, until the first token, in all."""
+
+    def __init__(self, arrived: float) -> None:
+        self.arrived = arrived  # monotonic seconds
+
+    def milliseconds(self, choices: Sequence[Choice]) -> dict[str, float]:
+        sent = min(choice.submitted for choice in choices)
+        first = min(choice.first or choice.submitted for choice in choices)
+        end = max(choice.submitted + choice.seconds for choice in choices)
+        return {
+            "queued_ms": round((sent - self.arrived) * 1e3, 3),
+            "first_token_ms": round((first - self.arrived) * 1e3, 3),
+            "total_ms": round((end - self.arrived) * 1e3, 3),
+        }
+
+    def json(self, choices: Sequence[Choice]) -> bytes:
+        return b',"timings":' + encode(self.milliseconds(choices))
+
+
+def matched_json(choice: Choice) -> bytes:
+    return b"" if choice.matched is None else b',"matched_stop":' + encode(choice.matched)
+
+
+def finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+def chat_logprobs(table: TokenTable, entries: Iterable[Any]) -> bytes:
+    """`logprobs` of a chat choice from (token_id, logprob, top) triples."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = table.bytes_of(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+    content = []
+    for token, logprob, top in entries:
+        content.append(one(token, logprob) | {"top_logprobs": [one(*pair) for pair in top]})
+    return encode({"content": content})
+
+
+class TextLogprobs:
+    """`logprobs` of a text completion's choice, whose `text_offset`s go on from part to part."""
+
+    def __init__(self, table: TokenTable, start: int = 0) -> None:
+        self._table, self._offset = table, start
+
+    def json(self, entries: Iterable[Any]) -> bytes:
+        tokens, logprobs, tops, offsets = [], [], [], []
+        for token, logprob, top in entries:
+            text = self._text(token)
+            tokens.append(text)
+            logprobs.append(finite(logprob))
+            tops.append({self._text(other): finite(value) for other, value in top})
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return encode(
+            {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        )
+
+    def _text(self, token: int) -> str:
+        return self._table.bytes_of(token).decode("utf-8", "replace")

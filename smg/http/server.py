@@ -1,0 +1,160 @@
+"""The listening side: aiohttp's parser and connections, with limits on how long a client may take to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from smg._sse import Wire
+from smg.errors import AddressError
+from smg.http.errors import ApiError
+
+BACKLOG = 4096
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of one connection. Times in seconds."""
+
+    body_bytes: int = 64 << 20
+    header_lines: int = 100
+    header_bytes: int = 16 << 10  # of one line
+    header_timeout: float = 30.0  # for a new connection's first request head
+    body_timeout: float = 60.0  # for a request's body
+    idle_timeout: float = 90.0  # between two requests
+
+
+class Connection(web.RequestHandler):
+    """A client's connection. It tells the stream that is written to it when its buffer is full."""
+
+    def __init__(self, manager: Server, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self.wire: Wire | None = None
+        self._server = manager
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._server.open_connections += 1
+        self._late = asyncio.get_running_loop().call_later(
+            self._server.limits.header_timeout, transport.close
+        )
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._server.open_connections -= 1
+        self.head_received()
+        super().connection_lost(exc)
+
+    def head_received(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.wire is not None:
+            self.wire.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.wire is not None:
+            self.wire.resume()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp itself refuses: not HTTP, or a head beyond the limits."""
+        if status == 500:
+            self.log_exception("Error handling request", exc_info=exc)
+        code = "bad_http_request" if status < 500 else "internal_error"
+        error = ApiError(status, code, (message or "the request could not be handled").splitlines()[0][:200])
+        response = web.Response(status=status, body=error.body(), content_type="application/json")
+        response.force_close()
+        return response
+
+
+class Server(web.Server):
+    """Makes a `Connection` for every client. A handler is cancelled when its client leaves."""
+
+    def __init__(self, handler: Handler, limits: ConnectionLimits) -> None:
+        super().__init__(
+            handler,
+            request_factory=self._request,
+            handler_cancellation=True,
+            keepalive_timeout=limits.idle_timeout,
+            access_log=None,
+            max_line_size=limits.header_bytes,
+            max_field_size=limits.header_bytes,
+            max_headers=limits.header_lines,
+        )
+        self.limits = limits
+        self.open_connections = 0
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+    def _request(
+        self, message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]
+    ) -> web.BaseRequest:
+        protocol.head_received()
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, self._loop, client_max_size=self.limits.body_bytes
+        )
+
+
+async def read_body(request: web.BaseRequest, timeout: float) -> bytes:
+    """The whole body. Raises ApiError when it is too long, or not there in time."""
+    expected = request.headers.get("Expect")
+    if expected is not None:
+        if expected.lower() != "100-continue":
+            raise ApiError(417, "expectation_failed", "Expect: only 100-continue is known")
+        if request.version >= (1, 1) and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    limit = request.client_max_size
+    too_long = ApiError(413, "body_too_large", f"the body is longer than {limit} bytes")
+    if (request.content_length or 0) > limit:
+        raise too_long
+    try:
+        if request.content.is_eof():
+            return await request.read()
+        return await asyncio.wait_for(request.read(), timeout)
+    except web.HTTPRequestEntityTooLarge:
+        raise too_long from None
+    except (asyncio.TimeoutError, TimeoutError):
+        raise ApiError(408, "body_timeout", f"the body was not complete within {timeout:g} s") from None
+    except web.RequestPayloadError as exc:
+        raise ApiError(400, "bad_http_request", f"the body cannot be read: {exc}") from None
+
+
+async def listen(
+    server: Server, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> tuple[asyncio.Server, int]:
+    """Start to accept connections; returns the listener and its port. Raises AddressError."""
+    loop = asyncio.get_running_loop()
+    try:
+        listener = await loop.create_server(server, host, port, backlog=BACKLOG, ssl=tls, reuse_address=True)
+    except (OSError, OverflowError, socket.gaierror) as exc:
+        raise AddressError(f"cannot listen on {host}:{port}: {exc}") from exc
+    return listener, int(listener.sockets[0].getsockname()[1])
+
+
+def tls_context(cert_path: str, key_path: str | None) -> ssl.SSLContext:
+    """A server's TLS settings. Raises AddressError when the files cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert_path, key_path)
+    except (OSError, ssl.SSLError) as exc:
+        raise AddressError(f"cannot load the TLS certificate {cert_path} with key {key_path}: {exc}") from exc
+    return context
