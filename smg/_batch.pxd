@@ -4,8 +4,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memset
 
-from smg._frame cimport FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_OTHER, FINISH_REPETITION, \
-    FINISH_STOP, Batch, Fault, Row
+from smg._frame cimport FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_OTHER, \
+    FINISH_REPETITION, FINISH_STOP, Batch, Fault, Row
 from smg._msgpack cimport BAD_TEXT, NEGATIVE, OVER_RANGE, TOO_DEEP, WRONG_TYPE, Cursor, load_u64
 
 
@@ -56,7 +56,8 @@ cdef inline bint reserve_tokens(Batch *batch, uint32_t count) noexcept nogil:
 # whose lead byte is `found`; `fault_error` in smg/_decoded.py fills it in.
 
 cdef inline int fail(
-    Batch *batch, const char *column, int64_t row, const char *what, uint64_t found, uint64_t expected, size_t offset
+    Batch *batch, const char *column, int64_t row, const char *what,
+    uint64_t found, uint64_t expected, size_t offset
 ) noexcept nogil:
     """Put the fault down and return -1, for `return fail(...)`."""
     batch_clear(batch)
@@ -70,7 +71,8 @@ cdef inline int fail(
 
 
 cdef inline int fail_read(
-    Batch *batch, const char *column, int64_t row, int status, const char *wanted, const Cursor *c, const uint8_t *frame
+    Batch *batch, const char *column, int64_t row, int status, const char *wanted,
+    const Cursor *c, const uint8_t *frame
 ) noexcept nogil:
     """`fail` for a read that was refused; `wanted` is the text for a wrong type."""
     cdef const char *what = b"goes on past the end of the frame"
@@ -89,10 +91,9 @@ cdef inline int fail_read(
 
 
 cdef inline object fault_parts(const Fault *fault):
-    """The fault as `fault_error` of smg/_decoded.py takes it: (column, what, row, found, expected, offset)."""
-    return (
-        fault.column.decode("ascii"), fault.what.decode("ascii"), fault.row, fault.found, fault.expected, fault.offset
-    )
+    """(column, what, row, found, expected, offset), as `fault_error` in smg/_decoded.py takes them."""
+    column, what = fault.column.decode("ascii"), fault.what.decode("ascii")
+    return column, what, fault.row, fault.found, fault.expected, fault.offset
 
 
 # Wire ids: <epoch:08x><slot:08x><generation:08x>, optionally '-' and 1 to 32 characters of [A-Za-z0-9._-].

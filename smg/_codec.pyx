@@ -1,7 +1,7 @@
 """The compiled codecs as plain Python functions.
 
-The pump uses the decoders without any of this; here they are for tests, tools and fuzzing. The packing of prompts
-is what every request is made with.
+The pump uses the decoders without any of this; here they are for tests, tools and fuzzing. The packing of
+prompts is what every request is made with.
 """
 
 from libc.stdint cimport UINT32_MAX, int8_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -14,8 +14,8 @@ from operator import index as as_index
 
 from smg._batch cimport batch_free, batch_init, fault_parts
 from smg._frame cimport Batch, Row, Span
-from smg._msgpack cimport WRONG_TYPE, Cursor, read_array, read_bin, read_bool, read_ext, read_float, read_i64, \
-    read_map, read_text, read_u32, read_u64, read_valid_text, skip, take_nil
+from smg._msgpack cimport WRONG_TYPE, Cursor, read_array, read_bin, read_bool, read_ext, read_float, \
+    read_i64, read_map, read_text, read_u32, read_u64, read_valid_text, skip, take_nil
 from smg._tokenspeed cimport decode_slim
 
 from smg._decoded import DecodedBatch, DecodedRow, Load, WireId, fault_error
@@ -30,15 +30,16 @@ def decode_tokenspeed(frame):
 
 
 def measure_tokenspeed(frame):
-    """Bytes of scratch memory that decoding the frame takes when it starts with none, be the frame good or bad."""
+    """Bytes of scratch memory that decoding the frame takes when it starts with none, even if it fails."""
     return decode_with(decode_slim, frame, True)
 
 
 def read_value(str kind, data):
     """One read of the checked cursor at the start of `data`: (status, value, where the cursor is then).
 
-    `kind`: nil, bool, u32, u64, i64, float, text (any bytes), utf8, bin, ext, array, map, or any to skip a value.
-    The status is 0 or one of `Status` in _msgpack.pxd. A header's value is its count, a skipped value is None.
+    `kind`: nil, bool, u32, u64, i64, float, text (any bytes), utf8, bin, ext, array, map, or any to skip a
+    value. The status is 0 or one of `Status` in _msgpack.pxd. A header's value is its count, a skipped value
+    is None.
     """
     cdef const uint8_t[::1] view = data if len(data) else b"\0"
     cdef Cursor c
@@ -121,9 +122,8 @@ def pack_token_ids(token_ids):
                 item = plain_int(item)
             value = -1 if item is None else PyLong_AsLongLongAndOverflow(item, &overflow)
             if value < 0 or value > UINT32_MAX:
-                raise InvalidRequest(
-                    "prompt_token_ids", items[i], f"token ids that are integers in 0..4294967295 (element {i} is not)"
-                )
+                allowed = f"token ids that are integers in 0..4294967295 (element {i} is not)"
+                raise InvalidRequest("prompt_token_ids", items[i], allowed)
             if value < 0x80:
                 at[0] = <uint8_t>value
                 at += 1

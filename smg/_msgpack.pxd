@@ -1,12 +1,12 @@
 # The checked cursor that every compiled decoder is built on.
 #
 # Each read checks the bound and the type before it moves. A read returns OK, or a negative Status and leaves
-# `at` on the first byte of the value it refused, so that the caller can say where and what it is. Nothing here
-# allocates, and a header whose count or length cannot fit in the bytes that are left is refused at once.
+# `at` on the first byte of the value it refused, so that the caller can say where and what it is. Nothing
+# here allocates, and a header whose count or length cannot fit in the bytes that are left is refused at once.
 #
-# Format: the msgpack specification. Lead bytes: 00-7f fixint, 80-8f fixmap, 90-9f fixarray, a0-bf fixstr, c0 nil,
-# c1 reserved, c2/c3 bool, c4-c6 bin, c7-c9 ext, ca/cb float, cc-cf uint, d0-d3 int, d4-d8 fixext, d9-db str,
-# dc/dd array, de/df map, e0-ff negative fixint.
+# Format: the msgpack specification. Lead bytes: 00-7f fixint, 80-8f fixmap, 90-9f fixarray, a0-bf fixstr,
+# c0 nil, c1 reserved, c2/c3 bool, c4-c6 bin, c7-c9 ext, ca/cb float, cc-cf uint, d0-d3 int, d4-d8 fixext,
+# d9-db str, dc/dd array, de/df map, e0-ff negative fixint.
 
 from libc.stdint cimport UINT32_MAX, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -306,7 +306,7 @@ cdef inline int read_ext(Cursor *c, int8_t *code, const uint8_t **start, uint32_
 
 cdef inline int skip(Cursor *c) noexcept nogil:
     """Past one well-formed value of any type, without recursion."""
-    cdef uint32_t pending[MAX_DEPTH + 1]   # values still to come at each level; map keys and values both count
+    cdef uint32_t pending[MAX_DEPTH + 1]   # values to come at each level, keys of maps included
     cdef uint64_t children
     cdef uint32_t length
     cdef const uint8_t *start = c.at

@@ -12,7 +12,7 @@
 from libc.stdint cimport UINT32_MAX, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
-from smg._batch cimport WIRE_ID_DIGITS, batch_clear, batch_free, batch_init, fail, fail_read, finish_of, parse_digits, \
+from smg._batch cimport WIRE_ID_DIGITS, batch_clear, fail, fail_read, finish_of, parse_digits, \
     parse_wire_id, reserve_rows, reserve_tokens
 from smg._frame cimport FINISH_NONE, Batch, Row
 from smg._msgpack cimport OK, Cursor, load_u16, load_u32, read_array, read_float, read_text, read_u32, \
@@ -24,11 +24,13 @@ cdef extern from *:
     #define SMG_TEXT_WANTED "must be text, found {kind}"
     #define SMG_FLOATS_WANTED "must hold floats, found {kind}"
     #define SMG_UINT32_WANTED "must be an integer in 0..4294967295, found {kind}"
+    #define SMG_UINT64_WANTED "must be an integer in 0..2**64-1, found {kind}"
     """
     const char *ARRAY_WANTED "SMG_ARRAY_WANTED"
     const char *TEXT_WANTED "SMG_TEXT_WANTED"
     const char *FLOATS_WANTED "SMG_FLOATS_WANTED"
     const char *UINT32_WANTED "SMG_UINT32_WANTED"
+    const char *UINT64_WANTED "SMG_UINT64_WANTED"
 
 cdef enum:
     SLIM_REQUIRED = 9        # elements of the oldest frame
@@ -48,6 +50,7 @@ cdef inline int decode_slim(const uint8_t *frame, size_t size, Batch *batch) noe
     cdef const uint8_t *tag
     cdef uint32_t elements = 0
     cdef uint32_t tag_size = 0
+    cdef const char *what
     cdef uint32_t i
     cdef int status
     batch_clear(batch)
@@ -58,7 +61,8 @@ cdef inline int decode_slim(const uint8_t *frame, size_t size, Batch *batch) noe
     if status != OK:
         return fail_read(batch, b"frame", -1, status, ARRAY_WANTED, &s.c, frame)
     if elements < SLIM_REQUIRED:
-        return fail(batch, b"frame", -1, b"has {found} elements, needs {expected}", elements, SLIM_REQUIRED, 0)
+        what = b"has {found} elements, needs {expected}"
+        return fail(batch, b"frame", -1, what, elements, SLIM_REQUIRED, 0)
     status = read_text(&s.c, &tag, &tag_size)
     if status != OK:
         return fail_read(batch, b"tag", -1, status, TEXT_WANTED, &s.c, frame)
@@ -80,26 +84,28 @@ cdef inline int decode_slim(const uint8_t *frame, size_t size, Batch *batch) noe
         if status != OK:
             return fail_read(batch, b"extra", i, status, b"must be a value, found {kind}", &s.c, frame)
     if s.c.at != s.c.end:
-        return fail(batch, b"frame", -1, b"has {found} bytes after its end", remaining(&s.c), 0, s.c.at - frame)
+        what = b"has {found} bytes after its end"
+        return fail(batch, b"frame", -1, what, remaining(&s.c), 0, s.c.at - frame)
     batch.row_count = s.row_count
     return 0
 
 
 cdef inline int slim_column(Slim *s, const char *column) noexcept nogil:
     """The header of a column, which must be as long as `rids`."""
+    cdef const char *what
     cdef uint32_t count = 0
     cdef int status = read_array(&s.c, &count)
     if status != OK:
         return fail_read(s.batch, column, -1, status, ARRAY_WANTED, &s.c, s.frame)
     if count != s.row_count:
-        return fail(
-            s.batch, column, -1, b"has {found} entries, rids has {expected}", count, s.row_count, s.c.at - s.frame
-        )
+        what = b"has {found} entries, rids has {expected}"
+        return fail(s.batch, column, -1, what, count, s.row_count, s.c.at - s.frame)
     return 0
 
 
 cdef inline int slim_rids(Slim *s) noexcept nogil:
     """Column 1, and with it the number of rows."""
+    cdef const char *what
     cdef const uint8_t *at
     cdef const uint8_t *end = s.c.end
     cdef const uint8_t *text = NULL
@@ -113,7 +119,8 @@ cdef inline int slim_rids(Slim *s) noexcept nogil:
     if s.row_count > remaining(&s.c) // SLIM_ROW_BYTES:
         return slim_too_many(s)
     if not reserve_rows(s.batch, s.row_count):
-        return fail(s.batch, b"rids", -1, b"has {found} entries, no memory for them", s.row_count, 0, s.c.at - s.frame)
+        what = b"has {found} entries, and there is no memory for them"
+        return fail(s.batch, b"rids", -1, what, s.row_count, 0, s.c.at - s.frame)
     rows = s.batch.rows
     at = s.c.at
     for i in range(s.row_count):
@@ -388,9 +395,7 @@ cdef inline int slim_tail(Slim *s, uint32_t elements) noexcept nogil:
     for i in range(present):
         status = read_u64(&s.c, &value[i])
         if status != OK:
-            return fail_read(
-                s.batch, column[i], -1, status, b"must be an integer in 0..2**64-1, found {kind}", &s.c, s.frame
-            )
+            return fail_read(s.batch, column[i], -1, status, UINT64_WANTED, &s.c, s.frame)
     s.batch.has_engine_index = present > 0
     s.batch.engine_index = value[0]
     if value[4]:
