@@ -12,7 +12,7 @@ which allows use, analysis and derivative works with no condition on data of thi
 
 What comes out is shaped as current chat models' tokenizers are: byte-level BPE over UTF-8 without normalizer
 (so any text survives a round trip), words split by the usual regular expression with digits in groups of
-three, a beginning-of-text token added on request, ChatML-like turns, and two added tokens that are not special.
+three, a beginning-of-text token added on request, ChatML-like turns, two added tokens that are not special.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Enough of other scripts that their commonest characters become single tokens while most stay two or three, so
-# that streams regularly end in the middle of a character.
+# Enough of other scripts that their commonest characters become single tokens while most stay two or three,
+# so that streams regularly end in the middle of a character.
 SENTENCES = [
     "The router sends each request to the rank with the least work and streams the answer back.",
     "Every rank says hello once, is told its sockets, and from then on only tokens travel.",
@@ -62,7 +62,8 @@ SENTENCES = [
     "라우터는 각 요청을 가장 한가한 노드로 보내고 답을 조금씩 돌려줍니다. 안녕하세요, 세계!",
     "الموجّه يرسل كل طلب إلى أقل العقد حملاً ثم يعيد الإجابة.",
     "राउटर हर अनुरोध को सबसे कम व्यस्त नोड पर भेजता है।",
-    "All done 🎉 thanks 🙏 that was fast 🚀 see you 👋 nice 😀 ok 👍 ✅ ❤️ → ← … – — “quoted” ‘so’ €5 °C ½ × ≤ ≥",
+    "All done 🎉 thanks 🙏 that was fast 🚀 see you 👋 nice 😀 ok 👍 ✅ ❤️"
+    " → ← … – — “quoted” ‘so’ €5 °C ½ × ≤ ≥",
     '{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius", "days": 3}}',
 ]
 REPEAT = 40
@@ -78,7 +79,8 @@ CHAT_TEMPLATE = """\
     {%- for tool in tools %}
         {{- '\\n' + (tool | tojson) }}
     {%- endfor %}
-    {{- '\\nTo call one, answer with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>\\n' }}
+    {{- '\\nTo call one, answer with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.' }}
+    {{- '<|im_end|>\\n' }}
 {%- elif messages and messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}

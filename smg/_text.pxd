@@ -8,6 +8,8 @@ from libc.stdint cimport int16_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 
+from smg._stops cimport Automaton
+
 
 cdef struct Buffer:
     uint8_t *data        # NULL while empty; free with buffer_free
@@ -55,17 +57,6 @@ cdef class TokenTable:
     cdef dict added              # id -> content as UTF-8 bytes, of added tokens
 
 
-cdef struct Automaton:
-    uint8_t classes[256]         # byte -> column; 0 = in no stop string
-    uint32_t width               # columns
-    uint16_t *next               # [state * width + column] -> state; 0 is the root
-    uint16_t *depth              # [state] -> bytes of the longest beginning of a stop seen last
-    int16_t *match               # [state] -> the longest stop that ends here, -1 = none
-    uint32_t *start              # [state] -> offset in `text` of those `depth` bytes
-    uint32_t *sizes              # [stop] -> bytes
-    uint8_t *text                # all stops' bytes, one after the other
-
-
 cdef class StopStrings:
     cdef readonly tuple strings  # as given
     cdef Automaton automaton
@@ -107,7 +98,7 @@ cdef class Detokenizer:
     cdef object library          # state of LIBRARY mode
 
     # Append the text that `n` tokens complete. 1: a stop string has matched, the rest of the ids was not
-    # looked at; 0: the stream goes on; -1: MemoryError. Needs the GIL, touches no Python object but in LIBRARY mode.
+    # looked at; 0: the stream goes on; -1: MemoryError. Makes no Python object but in LIBRARY mode.
     cdef int push_tokens(self, const uint32_t *ids, Py_ssize_t n, Buffer *out) except -1
 
     # Append what was held back; the stream is over. Returns as push_tokens.
@@ -132,6 +123,8 @@ cdef inline int buffer_reserve(Buffer *buffer, size_t more) noexcept nogil:
 
 cdef inline int buffer_append(Buffer *buffer, const uint8_t *data, size_t size) noexcept nogil:
     """-1: no memory, nothing changed."""
+    if size == 0:  # `data` and the buffer's may be NULL
+        return 0
     if buffer_reserve(buffer, size) < 0:
         return -1
     memcpy(buffer.data + buffer.size, data, size)

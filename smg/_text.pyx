@@ -1,25 +1,25 @@
 """Token ids to text, and stop strings in it, one `Detokenizer` per stream.
 
-What a `Detokenizer` gives out is, put together, `tokenizer.decode` of all its ids, whatever the chunks they came
-in: the library's decoders are followed exactly, by a table of every token's bytes that is built once. The layouts
-are in `_text.pxd`.
+What a `Detokenizer` gives out is, put together, `tokenizer.decode` of all its ids, whatever the chunks they
+came in: the library's decoders are followed exactly, by a table of every token's bytes that is built once.
+The layouts are in `_text.pxd`.
 """
-
-import json
-import re
 
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdlib cimport calloc, malloc
 from libc.string cimport memcmp, memmove, memset
 
-from tokenizers import Regex, decoders
+from smg._stops cimport automaton_compile, automaton_free
 
+from smg._spelling import LibraryStream, reading
 from smg.errors import InvalidRequest
 
-cdef const uint8_t *REPLACEMENT = <const uint8_t *>b"\xef\xbf\xbd"  # U+FFFD, what stands for bytes that are no text
+# U+FFFD, what stands for bytes that are no text.
+cdef const uint8_t *REPLACEMENT = <const uint8_t *>b"\xef\xbf\xbd"
 
 MAX_IDS = 1 << 24       # vocabularies are two orders of magnitude below
 MAX_STOP_BYTES = 4096   # of all stop strings of one stream together
+PROMPT_TAIL = 32        # tokens of a prompt that are looked at when a stream continues it
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -28,18 +28,17 @@ cdef class TokenTable:
     """Every token's bytes, as the tokenizer's own decoder writes them.
 
     `TokenTable(tokenizer)` takes a `tokenizers.Tokenizer`, which must not be changed afterwards. Tables are
-    read-only and shared by all streams. `decoder` names what was recognised; with `exact` False it was nothing
-    known here, and streams go through `tokenizers.decoders.DecodeStream` instead.
+    read-only and shared by all streams. `decoder` names its stages; with `exact` False they are none that a
+    table can follow, and streams go through `tokenizers.decoders.DecodeStream` instead.
 
     Raises ValueError for a vocabulary with ids from 16,777,216 on or with a token longer than 65,535 bytes.
     """
 
-    def __init__(self, tokenizer):
+    def __cinit__(self, tokenizer):
         cdef uint32_t token
         cdef Piece *piece
+        cdef bytes stripped
         cdef bytearray text = bytearray()
-        if self.pieces != NULL:
-            raise TypeError("a TokenTable is initialised once")
         added = tokenizer.get_added_tokens_decoder()
         last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         last = max(last, max(added, default=-1))
@@ -48,9 +47,14 @@ cdef class TokenTable:
         special = {entry.content for entry in added.values() if entry.special}
         self.tokenizer = tokenizer
         self.added = {token: entry.content.encode() for token, entry in added.items()}
-        self.mode, self.decoder, spell, stripped, self.strip_left = reading(tokenizer.decoder)
+        rules = reading(tokenizer.decoder)
+        spell = rules.spell
+        self.mode = {"bytes": BYTES, "text": TEXT, "library": LIBRARY}[rules.mode]
+        self.decoder = rules.name
+        stripped = rules.stripped.encode()
+        self.strip_left = rules.strip_left
         self.strip_size = len(stripped)
-        memcpy(self.strip_char, <const uint8_t *><const char *>stripped, len(stripped))
+        memcpy(self.strip_char, <const char *>stripped, len(stripped))
         self.count = last + 1
         self.pieces = <Piece *>calloc(self.count or 1, sizeof(Piece))
         if self.pieces == NULL:
@@ -82,7 +86,7 @@ cdef class TokenTable:
         self.text = <uint8_t *>malloc(len(text) or 1)
         if self.text == NULL:
             raise MemoryError
-        memcpy(self.text, <const uint8_t *><const char *>text, len(text))
+        memcpy(self.text, <const char *>text, len(text))
 
     def __dealloc__(self):
         free(self.pieces)
@@ -105,7 +109,7 @@ cdef class TokenTable:
         return token in self and self.pieces[<uint32_t>token].flags & SPECIAL != 0
 
     def bytes_of(self, token):
-        """The token's bytes in the middle of a text, b"" for an unknown id: what `logprobs` lists as `bytes`."""
+        """The token's bytes in the middle of a text, as `logprobs` lists them; b"" for an unknown id."""
         cdef Piece *piece
         if token not in self:
             return b""
@@ -113,92 +117,6 @@ cdef class TokenTable:
         if piece.flags & BYTE:
             return bytes((piece.byte,))
         return (<const char *>self.text)[piece.start:piece.start + piece.size]
-
-
-cdef tuple reading(decoder):
-    """How a decoder of the library reads single tokens: (mode, name, spell, strip_char, strip_left).
-
-    `spell(token)` is (bytes, bytes as first token, value of a byte-fallback token or None).
-    """
-    if decoder is None:
-        return TEXT, "no decoder", spell_words, b"", 0
-    try:
-        stages = flatten(json.loads(decoder.__getstate__()))
-    except Exception:  # the library's, for a decoder written in Python, which has no JSON
-        return LIBRARY, "custom", spell_plain, b"", 0
-    kinds = [stage["type"] for stage in stages]
-    name = ", ".join(kinds)
-    if kinds == ["ByteLevel"]:
-        return BYTES, name, spell_byte_level, b"", 0
-    if kinds in (["Metaspace"], ["WordPiece"]):
-        return TEXT, name, lambda token: spell_by(decoder, token), b"", 0
-
-    replacing = []
-    while stages and stages[0]["type"] == "Replace":
-        pattern = stages[0]["pattern"]
-        pattern = pattern["String"] if "String" in pattern else Regex(pattern["Regex"])
-        replacing.append(decoders.Replace(pattern, stages[0]["content"]))
-        del stages[0]
-    fallback = bool(stages) and stages[0]["type"] == "ByteFallback"
-    del stages[:fallback]
-    stripped, strip_left = b"", 0
-    if stages and stages[0]["type"] == "Fuse":
-        del stages[0]
-        # Only on fused text does Strip mean the start of the text and not of every token.
-        if stages and stages[0]["type"] == "Strip" and stages[0]["stop"] == 0:
-            stripped, strip_left = stages[0]["content"].encode(), stages[0]["start"]
-            del stages[0]
-    if stages:
-        return LIBRARY, name, spell_plain, b"", 0
-    replace = decoders.Sequence(replacing) if replacing else None
-    return TEXT, name, lambda token: spell_replaced(replace, fallback, token), stripped, strip_left
-
-
-cdef list flatten(stage):
-    if stage["type"] != "Sequence":
-        return [stage]
-    return [inner for part in stage["decoders"] for inner in flatten(part)]
-
-
-def spell_plain(token):
-    spelled = token.encode()
-    return spelled, spelled, None
-
-
-def spell_words(token):
-    return b" " + token.encode(), token.encode(), None
-
-
-def spell_by(decoder, token):
-    return decoder.decode(["", token]).encode(), decoder.decode([token]).encode(), None
-
-
-def spell_replaced(replace, fallback, token):
-    if replace is not None:
-        token = replace.decode([token])
-    spelled = token.encode()
-    # The library reads the digits with Rust's from_str_radix, which takes a plus sign.
-    byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>", token) if fallback else None
-    return spelled, spelled, byte and int(byte[1], 16)
-
-
-def spell_byte_level(token):
-    # A token with a character outside the alphabet (an added token) stands for itself.
-    try:
-        spelled = bytes([BYTE_OF[character] for character in token])
-    except KeyError:
-        spelled = token.encode()
-    return spelled, spelled, None
-
-
-def byte_level_alphabet():
-    """Character -> byte in GPT-2's spelling: printable Latin-1 is itself, the rest follows from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = byte_level_alphabet()
 
 
 cdef bint is_utf8(bytes data):
@@ -214,14 +132,16 @@ cdef bint is_utf8(bytes data):
 cdef class StopStrings:
     """Strings that end a text, compiled: one step per byte, however many there are. Read-only, may be shared.
 
-    The match that begins first wins; of those that begin together, the shortest, which is complete first. So the
-    text is the same however its tokens and frames were cut. Raises `InvalidRequest` for no string, an empty
-    one, one that is not Unicode text, or more than 4,096 bytes of UTF-8 in all.
+    The match that begins first wins; of those that begin together, the shortest, which is complete first. So
+    the text is the same however its tokens and frames were cut. Raises `InvalidRequest` for no string, an
+    empty one, one that is not Unicode text, or more than 4,096 bytes of UTF-8 in all.
     """
 
-    def __init__(self, strings):
-        if self.automaton.next != NULL:
-            raise TypeError("StopStrings are initialised once")
+    def __cinit__(self, strings):
+        cdef uint32_t *sizes
+        cdef bytes text
+        cdef int status
+        cdef Py_ssize_t i
         self.strings = tuple(strings)
         if not self.strings or not all(isinstance(string, str) and string for string in self.strings):
             raise InvalidRequest("stop", list(self.strings), "one or more non-empty strings")
@@ -229,95 +149,24 @@ cdef class StopStrings:
             encoded = [string.encode() for string in self.strings]
         except UnicodeEncodeError:
             raise InvalidRequest("stop", list(self.strings), "text without lone surrogates") from None
-        size = sum(map(len, encoded))
-        if size > MAX_STOP_BYTES:
-            raise InvalidRequest("stop", list(self.strings), f"at most {MAX_STOP_BYTES} bytes of UTF-8 in all")
-        compile_stops(&self.automaton, encoded, size)
+        text = b"".join(encoded)
+        if len(text) > MAX_STOP_BYTES:
+            raise InvalidRequest("stop", list(self.strings), f"at most {MAX_STOP_BYTES} bytes in all")
+        sizes = <uint32_t *>malloc(len(encoded) * sizeof(uint32_t))
+        if sizes == NULL:
+            raise MemoryError
+        for i in range(len(encoded)):
+            sizes[i] = len(encoded[i])
+        status = automaton_compile(&self.automaton, <const uint8_t *><const char *>text, sizes, len(encoded))
+        free(sizes)
+        if status < 0:
+            raise MemoryError
 
     def __dealloc__(self):
-        free(self.automaton.next)
-        free(self.automaton.depth)
-        free(self.automaton.match)
-        free(self.automaton.start)
-        free(self.automaton.sizes)
-        free(self.automaton.text)
+        automaton_free(&self.automaton)
 
     def __repr__(self):
         return f"StopStrings({list(self.strings)!r})"
-
-
-cdef int compile_stops(Automaton *to, list encoded, size_t size) except -1:
-    """Aho-Corasick: a trie whose missing edges lead to where the longest proper suffix would go on."""
-    cdef size_t i, column, states = 1, head = 0, offset = 0
-    cdef uint16_t state, child, back
-    cdef uint16_t *queue
-    cdef uint16_t *suffix
-    cdef bytes stop
-    cdef uint8_t byte
-    for byte in b"".join(encoded):
-        if to.classes[byte] == 0:  # UTF-8 uses 243 byte values, so that columns fit
-            to.width += 1
-            to.classes[byte] = to.width
-    to.width += 1
-    to.next = <uint16_t *>calloc((size + 1) * to.width, sizeof(uint16_t))
-    to.depth = <uint16_t *>calloc(size + 1, sizeof(uint16_t))
-    to.match = <int16_t *>malloc((size + 1) * sizeof(int16_t))
-    to.start = <uint32_t *>calloc(size + 1, sizeof(uint32_t))
-    to.sizes = <uint32_t *>malloc(len(encoded) * sizeof(uint32_t))
-    to.text = <uint8_t *>malloc(size)
-    queue = <uint16_t *>malloc(2 * (size + 1) * sizeof(uint16_t))
-    if (
-        to.next == NULL or to.depth == NULL or to.match == NULL or to.start == NULL
-        or to.sizes == NULL or to.text == NULL or queue == NULL
-    ):
-        free(queue)
-        raise MemoryError
-    memset(to.match, 0xFF, (size + 1) * sizeof(int16_t))
-
-    for i, stop in enumerate(encoded):
-        to.sizes[i] = len(stop)
-        memcpy(to.text + offset, <const uint8_t *><const char *>stop, len(stop))
-        state = 0
-        for byte in stop:
-            child = to.next[state * to.width + to.classes[byte]]
-            if child == 0:
-                child = <uint16_t>states
-                states += 1
-                to.next[state * to.width + to.classes[byte]] = child
-                to.depth[child] = to.depth[state] + 1
-                to.start[child] = <uint32_t>offset
-            state = child
-        if to.match[state] < 0:
-            to.match[state] = <int16_t>i
-        offset += len(stop)
-
-    # Breadth first, so that a state's suffix is complete before the state is. `queue` holds states whose
-    # edges are to be completed, `suffix` each state's longest proper suffix that is a state too.
-    suffix = queue + size + 1
-    suffix[0] = 0
-    states = 0
-    for column in range(to.width):
-        child = to.next[column]
-        if child:
-            suffix[child] = 0
-            queue[states] = child
-            states += 1
-    while head < states:
-        state = queue[head]
-        head += 1
-        back = suffix[state]
-        if to.match[state] < 0:
-            to.match[state] = to.match[back]
-        for column in range(to.width):
-            child = to.next[state * to.width + column]
-            if child:
-                suffix[child] = to.next[back * to.width + column]
-                queue[states] = child
-                states += 1
-            else:
-                to.next[state * to.width + column] = to.next[back * to.width + column]
-    free(queue)
-    return 0
 
 
 # --------------------------------------------------------------------------------------------- one stream
@@ -326,22 +175,23 @@ cdef class Detokenizer:
     """The text of one stream, given out as soon as it cannot change any more.
 
     Held back are: the beginning of a character; a run of byte-fallback tokens up to its end or to 128 bytes
-    (an invalid byte makes the library turn the whole run into U+FFFD, which is followed within these 128); and
+    (an invalid byte makes the library turn the whole run into U+FFFD, which is followed within these); and
     text that could still become a stop string.
 
     skip_special_tokens             special tokens yield no text
-    spaces_between_special_tokens   False: an added token right after an added token is its content and nothing
-                                    else, also where the decoder would put a space (vLLM's meaning of the name)
+    spaces_between_special_tokens   False: an added token right after an added token is just its content, also
+                                    where the decoder puts a space (vLLM's meaning of the name)
     stop, no_stop_trim              `StopStrings` or None; True keeps the matched stop in the text
     min_tokens                      stops are looked for only in the text of later tokens
-    prompt_tail_ids                 the prompt, or its last tokens, when the text continues it: no space is lost
-                                    at the seam, and a character that the prompt began comes out whole when
-                                    the stream completes it, and not at all when it does not
+    prompt_tail_ids                 the prompt, or at least its last 32 tokens, when the text continues it: no
+                                    space is lost at the seam, and a character that the prompt began comes out
+                                    whole when the stream completes it, and not at all when it does not
     """
 
     def __cinit__(
-        self, TokenTable table not None, *, bint skip_special_tokens=True, bint spaces_between_special_tokens=True,
-        StopStrings stop=None, bint no_stop_trim=False, uint64_t min_tokens=0, prompt_tail_ids=None,
+        self, TokenTable table not None, *, bint skip_special_tokens=True,
+        bint spaces_between_special_tokens=True, StopStrings stop=None, bint no_stop_trim=False,
+        uint64_t min_tokens=0, prompt_tail_ids=None,
     ):
         self.table = table
         self.pieces = table.pieces
@@ -364,7 +214,7 @@ cdef class Detokenizer:
             continue_prompt(self, prompt_tail_ids)
 
     def push(self, token_ids):
-        """The text that these tokens complete, perhaps empty. Ids outside the vocabulary are counted in `unknown`."""
+        """The text that these tokens complete, perhaps "". `unknown` counts ids outside the vocabulary."""
         cdef Buffer out = Buffer(NULL, 0, 0)
         cdef Py_ssize_t n = len(token_ids)
         cdef uint32_t *ids = copy_ids(token_ids, n)
@@ -398,7 +248,7 @@ cdef class Detokenizer:
             base = out.size
             self.token_count += 1
             if self.mode == LIBRARY:
-                put_text(self, self.library.step(ids[i]), out)
+                put_library(self, ids[i], out)
             elif self.raw_added and follows_added(self, ids[i]):
                 put_text(self, self.table.added[ids[i]], out)
             elif put_token(self, ids[i], out) < 0:
@@ -428,12 +278,14 @@ cdef uint32_t *copy_ids(token_ids, Py_ssize_t n) except NULL:
     cdef uint32_t *ids = <uint32_t *>malloc(max(n, 1) * sizeof(uint32_t))
     if ids == NULL:
         raise MemoryError
+    memset(ids, 0xFF, n * sizeof(uint32_t))
     try:
         for token in token_ids:
             if i == n:  # longer than it said
                 break
             value = token
-            ids[i] = <uint32_t>value if 0 <= value < MAX_IDS else <uint32_t>0xFFFFFFFF
+            if 0 <= value < 0xFFFFFFFF:
+                ids[i] = <uint32_t>value
             i += 1
     except BaseException:
         free(ids)
@@ -444,14 +296,22 @@ cdef uint32_t *copy_ids(token_ids, Py_ssize_t n) except NULL:
 cdef int continue_prompt(Detokenizer self, token_ids) except -1:
     """Bring the stream into the state in which the prompt leaves it; its text goes nowhere."""
     cdef Buffer dropped = Buffer(NULL, 0, 0)
-    cdef Py_ssize_t n = len(token_ids), i, seam = n
+    cdef Py_ssize_t i, n = len(token_ids), seam
     cdef size_t size = 0
-    cdef uint32_t *ids = copy_ids(token_ids, n)
+    cdef uint32_t *ids
     cdef const Piece *piece
+    if n > PROMPT_TAIL:
+        token_ids = token_ids[n - PROMPT_TAIL:]
+        n = PROMPT_TAIL
+        self.first = False  # some of all those tokens were visible
+        self.strip_left = 0
+    seam = n
+    ids = copy_ids(token_ids, n)
     try:
         if self.mode == LIBRARY:
-            for i in range(max(0, n - LibraryStream.TAIL), n):
-                self.library.step(ids[i])
+            for i in range(n):
+                put_library(self, ids[i], &dropped)
+            self.unknown = 0
             return 0
         # Back to a token at which the state no longer depends on what was before it.
         while seam > 0:
@@ -479,43 +339,6 @@ cdef int continue_prompt(Detokenizer self, token_ids) except -1:
     return 0
 
 
-class LibraryStream:
-    """A stream through the library's own `DecodeStream`, for decoders that no table can follow."""
-
-    TAIL = 16  # prompt tokens that are taken into account
-
-    def __init__(self, tokenizer, skip_special_tokens):
-        self.tokenizer = tokenizer
-        self.skip_special_tokens = skip_special_tokens
-        self.restart()
-
-    def restart(self):
-        self.stream = decoders.DecodeStream(skip_special_tokens=self.skip_special_tokens)
-        self.shown = []    # tokens of the text given out last
-        self.waiting = []  # tokens since then
-
-    def step(self, token):
-        try:
-            text = self.stream.step(self.tokenizer, token)
-        except Exception:
-            # The library gives up when later tokens changed text that it had given out. Going on afresh loses
-            # what it held back, at most a few characters, and keeps the stream alive.
-            self.restart()
-            text = self.stream.step(self.tokenizer, token)
-        self.waiting.append(token)
-        if text is None:
-            return b""
-        self.shown, self.waiting = self.waiting, []
-        return text.encode()
-
-    def rest(self):
-        before = self.decode(self.shown)
-        return self.decode(self.shown + self.waiting)[len(before):].encode()
-
-    def decode(self, tokens):
-        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
-
-
 # ------------------------------------------------------------------------------- tokens to text, without GIL
 
 cdef inline bint is_visible(Detokenizer self, uint32_t token) noexcept nogil:
@@ -527,6 +350,13 @@ cdef bint follows_added(Detokenizer self, uint32_t token) noexcept nogil:
     cdef bint before = self.last_added
     self.last_added = is_visible(self, token) and self.pieces[token].flags & ADDED
     return before and self.last_added
+
+
+cdef int put_library(Detokenizer self, uint32_t token, Buffer *out) except -1:
+    if token >= self.count or self.pieces[token].flags & UNKNOWN:
+        self.unknown += 1
+        return 0
+    return put_text(self, self.library.step(token), out)
 
 
 cdef int put_text(Detokenizer self, bytes text, Buffer *out) except -1:
@@ -570,7 +400,7 @@ cdef int put_stripped(Detokenizer self, const uint8_t *text, size_t size, Buffer
 
 
 cdef int put_bytes(Detokenizer self, const uint8_t *data, size_t size, Buffer *out) noexcept nogil:
-    """Bytes of BYTES mode: characters as they are, one U+FFFD per maximal invalid part, as Rust and Unicode say."""
+    """Bytes of BYTES mode: characters as they are, one U+FFFD per maximal invalid part, as Rust has it."""
     cdef uint8_t joined[8]
     cdef size_t more, done = 0, given = 0
     cdef int step
@@ -608,7 +438,7 @@ cdef int put_bytes(Detokenizer self, const uint8_t *data, size_t size, Buffer *o
 
 
 cdef int put_run_byte(Detokenizer self, uint8_t byte, Buffer *out) noexcept nogil:
-    """One byte-fallback token. A run of them is text if all its bytes are UTF-8, else U+FFFD for each byte."""
+    """One byte-fallback token. A run of them is text if all of it is UTF-8, else U+FFFD for each byte."""
     cdef int step
     self.run_open = True
     self.first = False
@@ -657,8 +487,8 @@ cdef int end_pending(Detokenizer self, Buffer *out) noexcept nogil:
 
 
 cdef int utf8_step(const uint8_t *data, size_t size) noexcept nogil:
-    """What `data` begins with: n > 0, a character of n bytes; 0, a beginning of one that takes up all `size` bytes;
-    -n, an invalid part of n bytes. The last is maximal: as far as it could have been a character (Unicode 3.9)."""
+    """What `data` begins with. n > 0: a character of n bytes; 0: the beginning of one, to the end of `data`;
+    -n: an invalid part of n bytes, as long as it could have become a character (Unicode 3.9)."""
     cdef uint8_t lead = data[0], low = 0x80, high = 0xBF
     cdef int length, i
     if lead < 0x80:
@@ -691,7 +521,7 @@ cdef int utf8_step(const uint8_t *data, size_t size) noexcept nogil:
 # -------------------------------------------------------------------------------- stop strings, without GIL
 
 cdef int scan(Detokenizer self, Buffer *out, size_t base) noexcept nogil:
-    """Take the text from `base` on through the stops: what was held comes before it, what must be held leaves it."""
+    """Take the text from `base` on through the stops: what was held comes back, what is to be held goes."""
     cdef const Automaton *stops = self.automaton
     cdef size_t size = out.size - base, i = 0
     cdef uint16_t before = self.state, state = self.state
@@ -727,8 +557,9 @@ cdef int release(Detokenizer self, Buffer *out) noexcept nogil:
 cdef int end_with_stop(
     Detokenizer self, Buffer *out, size_t base, uint16_t held, uint64_t origin
 ) noexcept nogil:
+    cdef uint64_t end = self.found_end if self.keep_stop else self.found_start
     self.stopped = self.ended = True
-    return cut(self, out, base, held, <size_t>((self.found_end if self.keep_stop else self.found_start) - origin))
+    return cut(self, out, base, held, <size_t>(end - origin))
 
 
 cdef int cut(Detokenizer self, Buffer *out, size_t base, uint16_t held, size_t keep) noexcept nogil:

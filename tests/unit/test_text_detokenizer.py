@@ -371,6 +371,16 @@ def test_a_character_that_only_the_prompt_began_does_not_leak(
         assert text_of(stream, [[alphabet[0x8E]], [tokenizer.token_to_id("e")]]) == "�e"
 
 
+def test_the_end_of_a_long_prompt_is_enough() -> None:
+    tokenizer, table = made(llama2)
+    prompt = tokenizer.encode(CORPUS[0] * 20).ids
+    party = [id_of_byte(tokenizer, byte) for byte in "🎉".encode()]
+    word = tokenizer.encode("the").ids
+    for tail in (prompt, prompt[-32:]):
+        assert text_of(Detokenizer(table, prompt_tail_ids=[*tail, *party[:3]]), [party[3:], word]) == "🎉 the"
+        assert text_of(Detokenizer(table, prompt_tail_ids=tail), [word]) == " the"
+
+
 def is_byte_token(tokenizer: Tokenizer, token: int) -> bool:
     return (tokenizer.id_to_token(token) or "").startswith("<0x")
 
@@ -505,3 +515,10 @@ def test_a_library_stream_survives_text_that_changes_afterwards() -> None:
     assert stream.push([e, a]) == "eA"
     stream.push([bad])
     assert text_of(stream, [[e], [e]]).endswith("ee")
+
+
+def test_a_library_stream_counts_unknown_ids() -> None:
+    _, table = made(end_of_word)
+    stream = Detokenizer(table)
+    assert stream.push([len(table), -1]) + stream.finish() == ""
+    assert (stream.unknown, stream.token_count) == (2, 2)
