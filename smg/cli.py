@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 
 from smg._version import __version__
@@ -43,4 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
-    return int(modules[args.command].run(args))
+    try:
+        return int(modules[args.command].run(args))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
