@@ -283,13 +283,15 @@ cdef inline void unlink_ready(Table *table, uint32_t index) noexcept nogil:
     else:
         slot_at(table, slot.next_ready).prev_ready = slot.prev_ready
     outlet.ready_count -= 1
+    if not outlet.ready_count:
+        outlet.signalled = 0   # its fd may have been cleared while something was ready: the next entry writes again
     slot.ready = 0
 
 # Puts a slot on its outlet's ready list, if somebody waits for it and it is not there yet.
 cdef inline void mark_ready(Table *table, uint32_t index) noexcept nogil:
     cdef Slot *slot = slot_at(table, index)
     cdef Outlet *outlet = slot.outlet
-    if outlet == NULL or slot.ready or not slot.wanted:
+    if outlet == NULL or outlet.closed or slot.ready or not slot.wanted:
         return
     slot.ready = 1
     slot.next_ready = NIL
