@@ -353,7 +353,6 @@ cdef class Core:
         """Pump for up to `timeout` seconds, or until there is something for Python. False once stopped."""
         cdef double until = monotonic() + timeout
         cdef int outcome
-        self.pump.rare = 0
         with nogil:
             outcome = run(&self.pump, until)
         return outcome != OUTCOME_STOPPED

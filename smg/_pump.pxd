@@ -579,6 +579,7 @@ cdef inline int run(Pump *pump, double until) noexcept nogil:
         if pump.stopped:
             return OUTCOME_STOPPED
         if pump.event_count or pump.rare:
+            pump.rare = 0   # before Python looks, so that a wake from here on is for the next run
             return OUTCOME_EVENTS
         count = wait(pump, tags, 0 if pump.unread else timeout_ms)
         for at in range(count):
