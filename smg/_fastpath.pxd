@@ -36,7 +36,7 @@ cdef class Core:
     cdef int usable(self) except -1
     cdef Scratch borrow(self) noexcept
     cdef void give_back(self, Scratch *scratch) noexcept
-    cdef object outcome(self, Record record, const Taken *taken, const uint32_t *tokens)
+    cdef void outcome(self, Record record, const Taken *taken, const uint32_t *tokens)
     cdef int take_into(self, Record record) except -1
     cdef void drop(self, uint32_t index, uint32_t generation)
     cdef Outlet loop_outlet(self, object loop)
@@ -54,11 +54,13 @@ cdef class Record:
     cdef object loop                   # weak reference to the loop it belongs to, or None
     cdef object waiter                 # future of a consumer that waits, or None
     cdef object output                 # taken from the slot, not yet consumed
-    cdef object failure                # what ends the stream after `output`
+    cdef uint8_t cause                 # Cause that ends the stream after `output`; CAUSE_NONE = none, or told
+    cdef uint8_t detail                # how its rank died, for CAUSE_DIED
     cdef object stream                 # the handle, kept for explicit outlets
 
     cdef void release(self)
     cdef object next_output(self)
+    cdef object failure(self)
     cdef str name(self)
     cdef int attach(self, Outlet outlet) except -1
     cdef int claim(self) except -1

@@ -29,8 +29,8 @@ from smg._pump cimport (
     handle_frame, monotonic, read_monitor, read_turn, run, settle, smg_epoll_open, tag_of, unwatch, watch,
 )
 from smg._table cimport (
-    CAUSE_ABORTED, CAUSE_CLOSED, CAUSE_DEADLINE, CAUSE_DIED, CAUSE_DROPPED, CAUSE_FINISHED, CAUSE_NONE, NIL,
-    RANK_ABSENT, REFUSED_CLOSED, REFUSED_INVALID_RANK, REFUSED_NO_MEMORY, REFUSED_NO_RANK, REFUSED_OVERLOADED,
+    CAUSE_ABORTED, CAUSE_CLOSED, CAUSE_DEADLINE, CAUSE_DIED, CAUSE_DROPPED, CAUSE_FINISHED, CAUSE_LOST, CAUSE_NONE,
+    NIL, RANK_ABSENT, REFUSED_CLOSED, REFUSED_INVALID_RANK, REFUSED_NO_MEMORY, REFUSED_NO_RANK, REFUSED_OVERLOADED,
     SLOT_ENDED, SLOT_FREE, SLOT_LIVE, SUFFIX_MAX, TYPE_ADD, WIRE_ID_SIZE, Message, Rank, RankCounters, Slot, choose,
     end_all, end_here, enqueue, find, forget_outlet, free_slot, mark_ready, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_unlock, reserve, scratch_free, signal_fd, signal_outlets, slot_at, take_slot,
@@ -191,20 +191,6 @@ cdef Output make_output(const Taken *taken, const uint32_t *tokens, object decod
         output.cold = taken.cold[:taken.cold_size]
         output.decode_cold = decode_cold
     return output
-
-
-cdef object ending(Record record, uint8_t cause, uint8_t detail, int32_t rank):
-    """The error a stream ends with when the engine did not end it."""
-    if cause == CAUSE_DIED:
-        why = DEATHS[detail]
-        return RankDied(f"rank {rank} {why} while it held request {record.name()}; resubmit it", rank)
-    if cause == CAUSE_DEADLINE:
-        return DeadlineExceeded(f"request {record.name()} passed its deadline and was aborted on rank {rank}")
-    if cause == CAUSE_ABORTED:
-        return Aborted(f"request {record.name()} was aborted")
-    if cause == CAUSE_CLOSED:
-        return Closed(f"the group was closed while request {record.name()} ran")
-    return StreamError(f"request {record.name()} was ended: no memory for its output")
 
 
 # ---------------------------------------------------------------- the core
@@ -602,18 +588,19 @@ cdef class Core:
         else:
             scratch_free(scratch)
 
-    cdef object outcome(self, Record record, const Taken *taken, const uint32_t *tokens):
-        """Puts what was taken into the record: `output`, and `failure` when the engine did not end it."""
-        cdef Output output = None
-        try:
-            if taken.cause == CAUSE_FINISHED or taken.token_count:
-                output = make_output(taken, tokens + taken.first_token, self.decode_cold)
-        finally:
-            free(taken.cold)
-        record.ended = taken.freed
-        record.output = output
-        if taken.freed and taken.cause != CAUSE_FINISHED:
-            record.failure = ending(record, taken.cause, taken.finish, taken.rank)
+    cdef void outcome(self, Record record, const Taken *taken, const uint32_t *tokens):
+        """Puts what was taken into the record: `output`, and `cause` when the engine did not end it."""
+        if not record.ended:   # else a finaliser dropped its stream since the take
+            try:
+                if taken.cause == CAUSE_FINISHED or taken.token_count:
+                    record.output = make_output(taken, tokens + taken.first_token, self.decode_cold)
+                record.ended = taken.freed
+                record.cause = taken.cause if taken.freed and taken.cause != CAUSE_FINISHED else CAUSE_NONE
+                record.detail = taken.finish
+            except MemoryError:
+                record.release()
+                record.cause = CAUSE_LOST
+        free(taken.cold)
 
     cdef int take_into(self, Record record) except -1:
         """Move what the slot has into the record. 0 = nothing yet: the next output wakes the outlet."""
@@ -631,7 +618,7 @@ cdef class Core:
         try:
             if slot == NULL:
                 record.ended = True
-                record.failure = Closed(f"request {record.name()} was released by its outlet")
+                record.cause = CAUSE_CLOSED
                 return 1
             if got < 0:
                 raise MemoryError
@@ -691,11 +678,13 @@ cdef class Outlet:
             raise Closed("the outlet is closed")
         for record in self.collect():
             stream = record.stream
+            if stream is None:
+                continue   # aborted by a finaliser since
             if record.output is not None:
                 entries.append((stream, record.output))
                 record.output = None
-            if record.failure is not None:
-                entries.append((stream, record.failure))
+            if record.cause != CAUSE_NONE:
+                entries.append((stream, record.failure()))
             if record.ended:
                 record.stream = None
         return entries
@@ -725,14 +714,12 @@ cdef class Outlet:
         for i in range(scratch.count):
             if not scratch.taken[i].freed:
                 Py_INCREF(<object>scratch.taken[i].record)
-        try:
-            for i in range(scratch.count):
-                record = <Record>scratch.taken[i].record
-                Py_DECREF(record)
-                self.core.outcome(record, &scratch.taken[i], scratch.tokens)
-                records.append(record)
-        finally:
-            self.core.give_back(&scratch)
+        for i in range(scratch.count):
+            record = <Record>scratch.taken[i].record
+            Py_DECREF(record)
+            self.core.outcome(record, &scratch.taken[i], scratch.tokens)
+            records.append(record)
+        self.core.give_back(&scratch)
         return records
 
     def drain(self) -> None:
@@ -877,7 +864,7 @@ cdef class Record:
 
     cdef object next_output(self):
         """The next output, an exception instance to raise, or None when there is nothing yet."""
-        if self.output is None and self.failure is None:
+        if self.output is None and self.cause == CAUSE_NONE:
             if self.ended:
                 return StopAsyncIteration()
             if not self.core.take_into(self):
@@ -885,8 +872,22 @@ cdef class Record:
         if self.output is not None:
             output, self.output = self.output, None
             return output
-        failure, self.failure = self.failure, None
-        return failure
+        return self.failure()
+
+    cdef object failure(self):
+        """The error the stream ends with, since the engine did not end it. Told once."""
+        cdef uint8_t cause = self.cause
+        self.cause = CAUSE_NONE
+        if cause == CAUSE_DIED:
+            why = DEATHS[self.detail]
+            return RankDied(f"rank {self.rank} {why} while it held request {self.name()}; resubmit it", self.rank)
+        if cause == CAUSE_DEADLINE:
+            return DeadlineExceeded(f"request {self.name()} passed its deadline and was aborted on rank {self.rank}")
+        if cause == CAUSE_ABORTED:
+            return Aborted(f"request {self.name()} was aborted")
+        if cause == CAUSE_CLOSED:
+            return Closed(f"the group or the outlet was closed while request {self.name()} ran")
+        return StreamError(f"request {self.name()} was ended: no memory for its output")
 
     cdef str name(self):
         if self.request_id is None:
