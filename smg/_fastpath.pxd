@@ -31,6 +31,7 @@ cdef class Core:
     cdef int wake_read
     cdef object decode_cold
     cdef dict loop_outlets             # id(loop) -> (weak reference to the loop, Outlet)
+    cdef object outlets                # weak set of those that callers made
     cdef object __weakref__
 
     cdef int usable(self) except -1
@@ -73,8 +74,13 @@ cdef class Outlet:
     cdef object waiter                 # future of wait()
     cdef object waiter_loop            # weak reference to the loop with our reader
     cdef object poller
-    cdef bint opened
+    cdef bint polling                  # a thread blocks on the descriptor
+    cdef bint opened                   # has descriptors
+    cdef object __weakref__
 
     cdef list collect(self)
+    cdef bint finished(self)
     cdef void clear(self)
     cdef void release_slots(self)
+    cdef void detach_slots(self)
+    cdef void close_descriptors(self)

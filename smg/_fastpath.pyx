@@ -34,7 +34,7 @@ from smg._table cimport (
     SLOT_ENDED, SLOT_FREE, SLOT_LIVE, SUFFIX_MAX, TYPE_ADD, WIRE_ID_SIZE, Message, Rank, RankCounters, Slot, choose,
     end_all, end_here, enqueue, find, forget_outlet, free_slot, mark_ready, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_unlock, reserve, scratch_free, signal_fd, signal_outlets, slot_at, take_slot,
-    wake_pump, write_wire_id,
+    unlink_ready, wake_pump, write_wire_id,
 )
 from smg._tokenspeed cimport decode_slim
 from smg._zmq cimport Zmq
@@ -211,6 +211,7 @@ cdef class Core:
         self.table.wake_fd = self.pump.wake_fd = self.pump.epoll_fd = -1
         self.decode_cold = decode_cold
         self.loop_outlets = {}
+        self.outlets = weakref.WeakSet()
         pthread_mutex_init(&self.table.mutex, NULL)
         self.table.epoch = <uint32_t>int.from_bytes(os.urandom(4), "little")
         self.table.rank_count = ranks
@@ -392,6 +393,9 @@ cdef class Core:
             end_all(&self.table, i, CAUSE_CLOSED, 0)
         signal_outlets(&self.table)
         pthread_mutex_unlock(&self.table.mutex)
+        for outlet in list(self.outlets):   # one that has no stream is waited for, too
+            if not (<Outlet>outlet).data.closed:
+                signal_fd((<Outlet>outlet).data.write_fd)
         for _, outlet in list(self.loop_outlets.values()):
             (<Outlet>outlet).part()
         self.loop_outlets.clear()
@@ -447,6 +451,8 @@ cdef class Core:
         Py_INCREF(record)
         pthread_mutex_lock(&self.table.mutex)
         chosen = choose(&self.table, rank, size)
+        if outlet is not None and outlet.data.closed:   # by a finaliser, since it was looked at above
+            chosen = REFUSED_CLOSED
         if chosen >= 0:
             index = reserve(&self.table, chosen, now, now + deadline if deadline > 0 else 0)
             if index == NIL:
@@ -492,18 +498,19 @@ cdef class Core:
         self.usable()
         cdef Outlet made = Outlet.__new__(Outlet, self)
         made.data.eager = 1
+        self.outlets.add(made)
         return made
 
     cdef Outlet loop_outlet(self, object loop):
         cdef Outlet outlet
         entry = self.loop_outlets.get(id(loop))
-        if entry is not None and entry[0]() is loop:
+        if entry is not None and entry[0]() is loop and not (<Outlet>entry[1]).data.closed:
             return <Outlet>entry[1]
         for key, (reference, old) in list(self.loop_outlets.items()):
             gone = reference()
             if gone is None or gone.is_closed():
-                del self.loop_outlets[key]
-                (<Outlet>old).release_slots()
+                self.loop_outlets.pop(key, None)
+                (<Outlet>old).close()
         outlet = Outlet.__new__(Outlet, self)
         outlets, mine = self.loop_outlets, id(loop)
         outlet.loop = weakref.ref(loop, lambda _: outlets.pop(mine, None))
@@ -653,8 +660,7 @@ cdef class Outlet:
     taken; closing or dropping it aborts those that still run.
     """
 
-    def __cinit__(self, Core core):
-        self.data.read_fd = self.data.write_fd = -1
+    def __cinit__(self, Core core not None):
         self.data.ready_head = self.data.ready_tail = NIL
         self.core = core
         self.data.read_fd, self.data.write_fd = wake_fds()
@@ -663,8 +669,16 @@ cdef class Outlet:
     def __del__(self):
         self.close()
 
+    def __dealloc__(self):
+        if self.opened:   # in a child of fork(), or its loop never came to `leave_loop`
+            close(self.data.read_fd)
+            close(self.data.write_fd)
+
     def fileno(self) -> int:
-        """A descriptor that is readable when something is ready. `take` clears it; never read it yourself."""
+        """A descriptor that is readable when something is ready; -1 once closed.
+
+        `take` clears it; never read it yourself.
+        """
         return self.data.read_fd
 
     def take(self) -> list:
@@ -740,8 +754,7 @@ cdef class Outlet:
         if loop is None or loop.is_closed():
             self.close()
         elif _get_running_loop() is loop:
-            self.drain()
-            self.close()
+            self.leave()
         else:
             try:
                 loop.call_soon_threadsafe(self.leave)
@@ -750,29 +763,36 @@ cdef class Outlet:
 
     def leave(self) -> None:
         self.drain()
+        self.detach_slots()
         self.close()
 
+    cdef bint finished(self):
+        """No entry will come any more."""
+        return self.data.closed or (self.core.table.closed and not self.data.slot_count)
+
     async def wait(self) -> None:
-        """Return once something is ready to take."""
+        """Return once something is ready to take. Raises Closed when nothing can come any more."""
         loop = asyncio.get_running_loop()
+        self.core.usable()
         if self.loop is not None:
             raise RuntimeError("a loop's own outlet is not waited for")
         while not self.data.ready_count:
-            if self.data.closed:
-                raise Closed("the outlet is closed")
+            if self.finished():
+                raise Closed("the outlet or its group is closed")
             if self.waiter is not None and not self.waiter.done():
                 raise RuntimeError("somebody else waits for this outlet")
             if self.waiter_loop is None or self.waiter_loop() is not loop:
                 self.leave_waiter_loop()
-                loop.add_reader(self.data.read_fd, self.on_readable)
+                loop.add_reader(self.data.read_fd, wake_waiter, weakref.ref(self))
                 self.waiter_loop = weakref.ref(loop)
             self.waiter = loop.create_future()
-            if not self.data.ready_count:
-                await self.waiter
+            await self.waiter
             self.waiter = None
 
     cdef void clear(self):
         """Clear the descriptor without taking. While something is ready the pump stays quiet."""
+        if self.data.closed:
+            return
         clear_fd(self.data.read_fd)
         pthread_mutex_lock(&self.core.table.mutex)
         self.data.signalled = self.data.ready_count != 0
@@ -790,65 +810,114 @@ cdef class Outlet:
             loop.remove_reader(self.data.read_fd)
 
     def wait_blocking(self, timeout=None) -> bool:
-        """Block until something is ready to take; False when `timeout` seconds passed first. Ctrl-C works."""
+        """Block until something is ready to take; False when `timeout` seconds passed first. Ctrl-C works.
+
+        Raises Closed when nothing can come any more.
+        """
+        self.core.usable()
         if self.poller is None:
             self.poller = select.poll()
             self.poller.register(self.data.read_fd, select.POLLIN)
         until = None if timeout is None else monotonic() + timeout
         while not self.data.ready_count:
-            if self.data.closed:
-                raise Closed("the outlet is closed")
+            if self.finished():
+                raise Closed("the outlet or its group is closed")
+            if self.polling:
+                raise RuntimeError("somebody else waits for this outlet")
             left = None if until is None else max(0.0, until - monotonic())
-            # A pending close is noticed within a second.
-            step = 1.0 if left is None else min(left, 1.0)
-            if self.poller.poll(step * 1000 + 1) and not self.data.ready_count:
+            self.polling = True
+            try:
+                woken = self.poller.poll(None if left is None else left * 1000)
+            finally:
+                self.polling = False
+                if self.data.closed:
+                    self.close_descriptors()
+            if woken and not self.data.ready_count:
                 self.clear()
             if left == 0.0 and not self.data.ready_count:
                 return False
         return True
 
     def close(self) -> None:
-        """Abort the streams of this outlet that still run, and give its descriptors back. Idempotent."""
-        if not self.opened or self.core.forks != FORKS:
+        """Abort the streams of this outlet that still run, and give its descriptors back. Idempotent.
+
+        Any thread may call it. Who waits for the outlet gets Closed.
+        """
+        if not self.opened or self.data.closed or self.core.forks != FORKS:
             return
-        self.opened = False
-        loop = None if self.loop is None else self.loop()
-        if loop is not None and not loop.is_closed():
-            loop.remove_reader(self.data.read_fd)
-        self.leave_waiter_loop()
         self.release_slots()
-        pthread_mutex_lock(&self.core.table.mutex)
-        self.data.closed = 1
-        forget_outlet(&self.core.table, &self.data)
-        pthread_mutex_unlock(&self.core.table.mutex)
-        close(self.data.read_fd)
-        close(self.data.write_fd)
+        home = self.waiter_loop if self.loop is None else self.loop
+        loop = None if home is None else home()
+        if loop is None or loop.is_closed():
+            self.close_descriptors()
+        elif _get_running_loop() is loop:
+            self.leave_loop(loop)
+        else:
+            try:
+                loop.call_soon_threadsafe(self.leave_loop, loop)
+            except RuntimeError:   # closed in between
+                self.close_descriptors()
+
+    def leave_loop(self, loop) -> None:
+        if self.opened:
+            loop.remove_reader(self.data.read_fd)
+        self.close_descriptors()
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
+    cdef void close_descriptors(self):
+        """Close what the pump writes to no more. A thread that blocks on it is woken, and does it instead."""
+        if self.polling:
+            signal_fd(self.data.write_fd)
+        elif self.opened:
+            self.opened = False
+            close(self.data.read_fd)
+            close(self.data.write_fd)
+            self.data.read_fd = self.data.write_fd = -1
+
     cdef void release_slots(self):
-        """Free every slot that is attached here, running ones with an ABORT."""
+        """Close the outlet for the pump and for submit, and free what is attached, running streams with an ABORT."""
         cdef Table *table = &self.core.table
-        cdef uint32_t i, count = 0
-        cdef void **records
-        if not self.data.slot_count:
-            return
-        records = <void **>calloc(self.data.slot_count, sizeof(void *))
-        if records == NULL:
-            return
+        cdef uint32_t i = 0
+        cdef void *freed
         pthread_mutex_lock(&table.mutex)
-        for i in range(table.slot_count):
-            if slot_at(table, i).state != SLOT_FREE and slot_at(table, i).outlet == &self.data:
-                end_here(table, &LIBZMQ, i, CAUSE_DROPPED)
-                records[count] = free_slot(table, i)
-                count += 1
+        self.data.closed = 1
+        forget_outlet(table, &self.data)
         pthread_mutex_unlock(&table.mutex)
-        for i in range(count):
-            record = <Record>records[i]
+        while self.data.slot_count:
+            freed = NULL
+            pthread_mutex_lock(&table.mutex)
+            while freed == NULL and i < table.slot_count:
+                if slot_at(table, i).outlet == &self.data:
+                    end_here(table, &LIBZMQ, i, CAUSE_DROPPED)
+                    freed = free_slot(table, i)
+                i += 1
+            pthread_mutex_unlock(&table.mutex)
+            if freed == NULL:
+                break
+            record = <Record>freed
             Py_DECREF(record)
             (<Record>record).ended = True
             (<Record>record).stream = None
-        free(records)
+
+    cdef void detach_slots(self):
+        """Leave every slot to its stream, which takes what is in it without the outlet. All of them have ended."""
+        cdef Table *table = &self.core.table
+        cdef uint32_t i
+        pthread_mutex_lock(&table.mutex)
+        for i in range(table.slot_count):
+            if slot_at(table, i).outlet == &self.data:
+                unlink_ready(table, i)
+                slot_at(table, i).outlet = NULL
+                self.data.slot_count -= 1
+        pthread_mutex_unlock(&table.mutex)
+
+
+def wake_waiter(reference) -> None:
+    """The reader callback of an awaited outlet. The loop holds it weakly, so that dropping the outlet closes it."""
+    outlet = reference()
+    if outlet is not None:
+        outlet.on_readable()
 
 
 # ---------------------------------------------------------------- streams
@@ -886,7 +955,8 @@ cdef class Record:
         if cause == CAUSE_ABORTED:
             return Aborted(f"request {self.name()} was aborted")
         if cause == CAUSE_CLOSED:
-            return Closed(f"the group or the outlet was closed while request {self.name()} ran")
+            closed = "group" if self.core.table.closed else "outlet"
+            return Closed(f"the {closed} was closed while request {self.name()} ran")
         return StreamError(f"request {self.name()} was ended: no memory for its output")
 
     cdef str name(self):
