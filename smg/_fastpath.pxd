@@ -80,6 +80,7 @@ cdef class Outlet:
 
     cdef list collect(self)
     cdef bint finished(self)
+    cdef void rouse(self)
     cdef void clear(self)
     cdef void release_slots(self)
     cdef void detach_slots(self)

@@ -394,8 +394,7 @@ cdef class Core:
         signal_outlets(&self.table)
         pthread_mutex_unlock(&self.table.mutex)
         for outlet in list(self.outlets):   # one that has no stream is waited for, too
-            if not (<Outlet>outlet).data.closed:
-                signal_fd((<Outlet>outlet).data.write_fd)
+            (<Outlet>outlet).rouse()
         for _, outlet in list(self.loop_outlets.values()):
             (<Outlet>outlet).part()
         self.loop_outlets.clear()
@@ -788,6 +787,13 @@ cdef class Outlet:
             self.waiter = loop.create_future()
             await self.waiter
             self.waiter = None
+
+    cdef void rouse(self):
+        """Wake who waits, though nothing is ready."""
+        pthread_mutex_lock(&self.core.table.mutex)
+        if not self.data.closed:
+            signal_fd(self.data.write_fd)
+        pthread_mutex_unlock(&self.core.table.mutex)
 
     cdef void clear(self):
         """Clear the descriptor without taking. While something is ready the pump stays quiet."""
