@@ -521,6 +521,7 @@ cdef class Core:
         """Fill two arrays of one element per rank: int64 in-flight, and the structured load of RANK_DTYPE."""
         cdef uint32_t i
         cdef Rank copy
+        self.usable()
         for i in range(self.table.rank_count):
             pthread_mutex_lock(&self.table.mutex)
             copy = self.table.ranks[i]
@@ -537,6 +538,7 @@ cdef class Core:
     def slots(self) -> tuple:
         """(allocated, free, live, ended but not taken) slots: they add up, and a leak shows here."""
         cdef uint32_t i, unused = 0, live = 0, ended = 0
+        self.usable()
         pthread_mutex_lock(&self.table.mutex)
         for i in range(self.table.slot_count):
             unused += slot_at(&self.table, i).state == SLOT_FREE
@@ -566,6 +568,7 @@ cdef class Core:
             "aborts", "unsent", "overloaded", "finished", "aborted", "dropped", "died", "deadline", "closed", "lost",
         )
         table = {name: [] for name in names}
+        self.usable()
         for i in range(self.table.rank_count):
             pthread_mutex_lock(&self.table.mutex)
             count = self.table.ranks[i].count
