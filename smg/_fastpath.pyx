@@ -250,6 +250,9 @@ cdef class Core:
             free(self.table.blocks[i])
         for i in range(self.pump.event_count):
             free(self.pump.events[i].bytes)
+        if self.table.ranks != NULL:
+            for i in range(self.table.rank_count):
+                drop_queue(&self.pump, &self.table.ranks[i])
         free(self.table.blocks)
         free(self.table.ranks)
         free(self.table.heap)
