@@ -325,8 +325,10 @@ cdef class Core:
             raise MemoryError
 
     def set_state(self, uint32_t rank, uint8_t state) -> None:
-        """The rank's state as `lifecycle.State` numbers it."""
+        """The rank's state as `lifecycle.State` numbers it. One that the pump has failed stays so until `detach`."""
         cdef Rank *changed = &self.table.ranks[rank]
+        if self.pump.connections[rank].failed:
+            return
         pthread_mutex_lock(&self.table.mutex)
         changed.state = state
         changed.quiet_since = monotonic()
