@@ -51,7 +51,7 @@ cdef class Record:
     cdef object request_id
     cdef bint attached                 # its slot has an outlet
     cdef bint ended                    # nothing more is in the slot for it
-    cdef bint consumed                 # an iterator was made
+    cdef bint claimed                  # an iterator was made
     cdef object loop                   # weak reference to the loop it belongs to, or None
     cdef object waiter                 # future of a consumer that waits, or None
     cdef object output                 # taken from the slot, not yet consumed
@@ -64,7 +64,7 @@ cdef class Record:
     cdef object failure(self)
     cdef str name(self)
     cdef int attach(self, Outlet outlet) except -1
-    cdef int claim(self) except -1
+    cdef int unclaimed(self) except -1
 
 
 cdef class Outlet:

@@ -990,14 +990,13 @@ cdef class Record:
         self.attached = True
         return 0
 
-    cdef int claim(self) except -1:
-        """Note that an iterator was made; a stream has one."""
+    cdef int unclaimed(self) except -1:
+        """Check that an iterator may be made; a stream has one."""
         self.core.usable()
-        if self.stream is not None:
-            raise RuntimeError("this stream belongs to an outlet: take its outputs there")
-        if self.consumed:
+        if self.claimed:
             raise RuntimeError("a stream can be iterated once")
-        self.consumed = True
+        if self.attached and self.loop is None:
+            raise RuntimeError("this stream belongs to an outlet: take its outputs there")
         return 0
 
 
@@ -1046,14 +1045,15 @@ cdef class Stream:
     def __aiter__(self):
         cdef StreamIterator iterator
         cdef Record record = self.record
-        record.claim()
+        record.unclaimed()
         loop = asyncio.get_running_loop()
         if not record.attached:
             outlet = record.core.loop_outlet(loop)
             record.attach(outlet)
             record.loop = (<Outlet>outlet).loop
-        elif record.loop is None or record.loop() is not loop:
+        elif record.loop() is not loop:
             raise RuntimeError("this stream belongs to another loop or thread: consume it where it was submitted")
+        record.claimed = True
         iterator = StreamIterator.__new__(StreamIterator)
         iterator.stream = self
         iterator.step = Step.__new__(Step)
@@ -1064,14 +1064,16 @@ cdef class Stream:
         """An iterator that blocks, up to `timeout` seconds per output (then TimeoutError; the stream goes on)."""
         cdef BlockingIterator iterator
         cdef Record record = self.record
-        record.claim()
+        record.unclaimed()
         if record.attached:
             raise RuntimeError("this stream belongs to an event loop: use `async for` there")
+        outlet = Outlet.__new__(Outlet, record.core)
+        record.claimed = True
         iterator = BlockingIterator.__new__(BlockingIterator)
         iterator.stream = self
         iterator.timeout = timeout
-        iterator.outlet = Outlet.__new__(Outlet, record.core)
-        record.attach(iterator.outlet)
+        iterator.outlet = outlet
+        record.attach(outlet)
         return iterator
 
 
