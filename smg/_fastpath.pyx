@@ -1011,11 +1011,16 @@ cdef class Stream:
     cdef public object data
     cdef object __weakref__
 
+    def __init__(self):
+        raise TypeError("streams are made by submit()")
+
     def __del__(self):
-        self.record.release()
+        if self.record is not None:
+            self.record.release()
 
     @property
     def request_id(self) -> str:
+        """The caller's name for the request; where none was given, its id on the wire."""
         return self.record.name()
 
     @property
