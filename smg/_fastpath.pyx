@@ -1115,6 +1115,18 @@ cdef class Step:
     def __iter__(self):
         return self
 
+    def send(self, value):
+        return self.__next__()
+
+    def throw(self, kind, value=None, trace=None):
+        """What cancels the wait goes through to who waits."""
+        if value is None:
+            value = kind() if isinstance(kind, type) else kind
+        raise value
+
+    def close(self):
+        pass
+
     def __next__(self):
         cdef Record record = self.record
         got = record.next_output()
