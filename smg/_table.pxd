@@ -524,7 +524,7 @@ cdef inline int full(const Table *table, const Rank *rank, size_t size) noexcept
 cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
     cdef Rank *rank
     cdef uint32_t i, at
-    cdef int best = -1, seen = 0
+    cdef int best = -1, seen = -1
     cdef uint8_t level
     cdef double value, best_value = 0
     if table.closed:
@@ -545,20 +545,22 @@ cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
             rank = &table.ranks[at]
             if rank.state != level:
                 continue
-            seen = 1
+            seen = <int>at
             if full(table, rank, size):
-                rank.count.overloaded += 1
                 continue
             value = score(rank)
             if best < 0 or value < best_value:
                 best = <int>at
                 best_value = value
-        if seen:
+        if seen >= 0:
             break
     table.scan_start = (table.scan_start + 1) % table.rank_count
     if best >= 0:
         return best
-    return REFUSED_OVERLOADED if seen else REFUSED_NO_RANK
+    if seen < 0:
+        return REFUSED_NO_RANK
+    table.ranks[seen].count.overloaded += 1   # any of them: each was full
+    return REFUSED_OVERLOADED
 
 # Takes a free slot for `rank`. Returns its index, or NIL when there is no memory.
 cdef inline uint32_t reserve(Table *table, int rank_index, double now, double deadline) noexcept nogil:
