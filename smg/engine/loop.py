@@ -154,9 +154,9 @@ class Loop:
             while self.core.run(self._patience()):
                 for event in self.core.events():
                     self._on_event(*event)
-                self._serve_handshake()
                 self._serve_commands()
                 self._watch_the_clock()
+                self._serve_handshake()  # last: sending an INIT can swallow the signal of the next HELLO
         except Exception:
             _log.exception("the loop thread of %s failed; the group is closed", self._directory.url)
         finally:
