@@ -119,25 +119,27 @@ class EngineGroup:
 
         `timeout` in seconds, over all of them. Raises NotReady, which names every rank's state, or Closed.
         """
-        future = self._loop.when_live(self.min_ready if ranks is None else ranks)
+        wanted = self.min_ready if ranks is None else ranks
+        future = self._loop.when_live(wanted)
         try:
             await asyncio.wait_for(asyncio.wrap_future(future), timeout)
         except (asyncio.TimeoutError, TimeoutError):
-            raise self._not_ready(timeout) from None
+            raise self._not_ready(wanted, timeout) from None
 
     def wait_ready(self, timeout: float | None = None, *, ranks: int | None = None) -> None:
         """`ready` for code without an event loop."""
-        future = self._loop.when_live(self.min_ready if ranks is None else ranks)
+        wanted = self.min_ready if ranks is None else ranks
+        future = self._loop.when_live(wanted)
         try:
             future.result(timeout)
         except (concurrent.futures.TimeoutError, TimeoutError):
             future.cancel()
-            raise self._not_ready(timeout) from None
+            raise self._not_ready(wanted, timeout) from None
 
-    def _not_ready(self, timeout: float | None) -> NotReady:
+    def _not_ready(self, wanted: int, timeout: float | None) -> NotReady:
         states = [life.describe() for life in self._loop.lives]
         return NotReady(
-            f"{self.live} of {self.min_ready} ranks were live after {timeout:g} s. "
+            f"{self.live} of {wanted} ranks were live after {timeout:g} s. "
             + "; ".join(states)
             + f". Engines dial {self._loop.address} once, when they start: engines that were started for an "
             "earlier router must be restarted.",

@@ -327,7 +327,9 @@ class Loop:
         live = self.live()
         with self._lock:
             done = [future for count, future in self._waiters if count <= live]
-            self._waiters = [(count, future) for count, future in self._waiters if count > live]
+            self._waiters = [
+                (count, future) for count, future in self._waiters if count > live and not future.cancelled()
+            ]
         for future in done:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
