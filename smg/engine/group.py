@@ -109,8 +109,8 @@ class EngineGroup:
             handshake_timeout=handshake_timeout,
         )
         _open_loops.add(self._loop)
-        self._finalizer = weakref.finalize(self, self._loop.close)
-        self._finalizer.atexit = False  # _close_all does it, before the interpreter's threads go
+        finalizer = weakref.finalize(self, self._loop.stop)
+        finalizer.atexit = False  # _close_all does it, and waits
 
     # ---------------------------------------------------------- life
 
@@ -148,7 +148,7 @@ class EngineGroup:
 
     def close(self) -> None:
         """End every stream with `Closed`, stop the thread, unlink the sockets. Idempotent."""
-        self._finalizer()
+        self._loop.close()
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""
@@ -156,7 +156,8 @@ class EngineGroup:
 
     @property
     def closed(self) -> bool:
-        return not self._finalizer.alive
+        """Whether `close` was called, or the group's thread failed."""
+        return self._loop.closing
 
     def __enter__(self) -> EngineGroup:
         return self
@@ -299,7 +300,7 @@ class EngineGroup:
 
 def _close_all() -> None:
     for loop in list(_open_loops):
-        loop.close()
+        loop.close(exiting=True)
 
 
 atexit.register(_close_all)

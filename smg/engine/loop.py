@@ -79,8 +79,10 @@ class Loop:
         self._noted: set[tuple[int, str]] = set()
         self._commands: list[Callable[[], None]] = []
         self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
-        self._lock = threading.Lock()  # guards _commands and _waiters
+        # Guards _commands and _waiters. Re-entrant, since a collection within may run a dropped group's `stop`.
+        self._lock = threading.RLock()
         self._closing = False
+        self._exiting = False
         self._pid = os.getpid()
         directory.acquire()
         self._context = zmq.Context()
@@ -108,14 +110,29 @@ class Loop:
 
     # ---------------------------------------------------------- for other threads
 
-    def close(self) -> None:
-        """Stop the thread, end all streams with `Closed`, unlink the sockets. Idempotent; no-op in a fork."""
+    @property
+    def closing(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._closing
+
+    def stop(self) -> None:
+        """Make the thread end all streams with `Closed`, unlink the sockets and go. Does not wait for it.
+
+        Idempotent; a no-op in a child of fork().
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
             first, self._closing = not self._closing, True
         if first:
             self.core.stop()
+
+    def close(self, *, exiting: bool = False) -> None:
+        """`stop`, and wait for it. `exiting`: the interpreter ends, and who still waits is not woken."""
+        if os.getpid() != self._pid:
+            return
+        self._exiting = exiting
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -344,15 +361,17 @@ class Loop:
         with self._lock:
             self._closing = True
         self.core.stop()
-        for rank, life in enumerate(self.lives):
-            sockets = self._sockets[rank]
-            if sockets is not None:
-                self.core.detach(rank)
-                sockets.close()
-                self._directory.discard(rank, life.incarnation)
-            life.state = State.ABSENT
-        self.core.close()
-        self._context.destroy(0)
-        self._directory.release()
-        with self._lock:
-            self._fail_waiters()
+        try:
+            for rank, life in enumerate(self.lives):
+                sockets = self._sockets[rank]
+                if sockets is not None:
+                    self.core.detach(rank)
+                    sockets.close()
+                    self._directory.discard(rank, life.incarnation)
+                life.state = State.ABSENT
+            self.core.close(self._exiting)
+        finally:
+            self._context.destroy(0)
+            self._directory.release()
+            with self._lock:
+                self._fail_waiters()
