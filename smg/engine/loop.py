@@ -31,7 +31,7 @@ from smg.engine.lifecycle import (
     hear_handshake,
     hear_registration,
 )
-from smg.errors import AddressError, Closed
+from smg.errors import AddressError, Closed, ForkedError
 from smg.protocol import handshake
 
 _log = logging.getLogger("smg")
@@ -143,6 +143,7 @@ class Loop:
     def when_live(self, count: int) -> concurrent.futures.Future[None]:
         """A future that is done once `count` ranks take work, or fails with `Closed`."""
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._check_process()
         with self._lock:
             self._waiters.append((count, future))
         self.call(self._tell_waiters)
@@ -150,6 +151,7 @@ class Loop:
 
     def call(self, command: Callable[[], None]) -> None:
         """Run `command` on the loop thread."""
+        self._check_process()
         with self._lock:
             if self._closing:
                 self._fail_waiters()
@@ -160,6 +162,10 @@ class Loop:
     def drain(self, rank: int) -> None:
         """Let a rank finish what it has and give it nothing new."""
         self.call(lambda: self._handle(rank, Event.DRAIN))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError("this group was made before os.fork(); make the group in the process that uses it")
 
     # ---------------------------------------------------------- the thread
 
