@@ -195,6 +195,8 @@ class EngineGroup:
         not be unique. With `outlet` the outputs come out of that outlet. Raises InvalidRequest (which field,
         which value, what is allowed), NoRank, InvalidRank, Overloaded or Closed.
         """
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidRequest("request_id", request_id, "text")
         if deadline is not None and not deadline > 0:
             raise InvalidRequest("deadline", deadline, "a number of seconds above 0")
         if rank is not None and not 0 <= rank < self._ranks:
