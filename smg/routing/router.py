@@ -7,9 +7,11 @@ from typing import Any
 
 from smg._fastpath import Stream
 from smg.engine.group import EngineGroup
-from smg.errors import NoRank, Overloaded
+from smg.errors import Closed, NoRank, Overloaded
 from smg.routing.policies import POLICIES
 from smg.sampling import SamplingParams
+
+_HOPE = [Overloaded, NoRank, Closed]  # from a retry in a moment to none
 
 
 class Router:
@@ -30,8 +32,6 @@ class Router:
 
     def choose(self) -> EngineGroup:
         """The group that the next request goes to. Raises NoRank when no rank of any group takes work."""
-        if len(self.groups) == 1:
-            return self.groups[0]
         for group in self._order(self.groups):
             if group.live:
                 return group
@@ -40,18 +40,18 @@ class Router:
     def submit(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Stream:
-        """As `EngineGroup.submit`. A group that is full or has no rank passes the request on to the next one.
+        """As `EngineGroup.submit`. A group that is full, closed or without a rank passes the request on.
 
         `rank` and `outlet` name a thing of one group, so they need a router of one group.
         """
         if len(self.groups) > 1 and (options.get("outlet") is not None or options.get("rank") is not None):
             raise ValueError("outlet and rank belong to one group: choose() a group and submit to it")
-        refusal: NoRank | Overloaded | None = None
+        refusal: NoRank | Overloaded | Closed | None = None
         for group in self._order(self.groups):
             try:
                 return group.submit(prompt_token_ids, params, **options)
-            except (NoRank, Overloaded) as error:
-                if not isinstance(refusal, Overloaded):
+            except (NoRank, Overloaded, Closed) as error:  # the most hopeful of them is raised
+                if refusal is None or _HOPE.index(type(error)) < _HOPE.index(type(refusal)):
                     refusal = error
         assert refusal is not None
         raise refusal
