@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from smg import errors
+from smg.http.templates import TemplateError
 
 MAX_SHOWN = 500  # characters of a message that quotes what the client sent
 
@@ -86,6 +87,8 @@ def describe(exc: BaseException) -> ApiError:
         return ApiError(400, "json_too_deep", "the body nests too deep")
     if isinstance(exc, errors.InvalidRequest):
         return ApiError(400, "invalid_value", str(exc), param=PARAM_NAMES.get(exc.field, exc.field))
+    if isinstance(exc, TemplateError):
+        return ApiError(400, "chat_template_error", str(exc)[:MAX_SHOWN], param="messages")
     if isinstance(exc, errors.InvalidRank):
         return ApiError(400, "invalid_rank", str(exc), param="rank")
     if isinstance(exc, errors.Overloaded):

@@ -11,7 +11,7 @@ that turn into an output's columns by comprehension.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class Counts:
     steps: int = 0
     late_steps: int = 0  # planned later than CATCH_UP after their time: the caller was too slow
     preempted: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    finished: dict[str, int] = field(default_factory=dict)  # requests by finish reason
 
 
 class Engine:
@@ -397,7 +397,8 @@ class Engine:
         finished = end >= request.finish_at
         tokens = replies.window(request.start, begin, end)
         if finished:
-            self.counts.finished[request.finish_reason] += 1
+            ended = self.counts.finished
+            ended[request.finish_reason] = ended.get(request.finish_reason, 0) + 1
             if request.ends_with_eos and replies.eos is not None:
                 tokens[-1] = replies.eos
         logprobs = replies.logprob_window(request.start, begin, end) if request.return_logprob else []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from smg.mock.settings import Settings
@@ -34,7 +35,7 @@ class Replies:
         eos: int | None,
         lengths: tuple[int, int] | None,
     ) -> None:
-        self.ring = list(ring)
+        self.ring = ring
         self.size = len(self.ring)
         self.eos = eos
         # Multiples of 1/1024: float64 holds them exactly, so tests may compare with ==.
@@ -85,17 +86,25 @@ def _around(ring: list, begin: int, count: int) -> list:  # type: ignore[type-ar
 
 def make_replies(settings: Settings) -> Replies:
     """The replies these settings ask for. Needs `tokenizers` when there is a model path."""
-    if settings.model_path is not None:
-        return _text_replies(settings, Path(settings.model_path))
-    eos = settings.vocab_size - 1 if settings.eos_token_id is None else settings.eos_token_id
-    draw = random.Random(settings.seed).random
-    # random() alone gives the same numbers in every Python version. The id that ends a reply is left out.
-    ring = [int(draw() * (settings.vocab_size - 1)) for _ in range(RING_TOKENS)]
-    ring = [token + (token >= eos) for token in ring]
-    return Replies(ring, range(len(ring)), seed=settings.seed, eos=eos, lengths=settings.reply_lengths)
+    ring, starts, eos = _ring(settings.model_path, settings.seed, settings.vocab_size, settings.eos_token_id)
+    return Replies(ring, starts, seed=settings.seed, eos=eos, lengths=settings.reply_lengths)
 
 
-def _text_replies(settings: Settings, model: Path) -> Replies:
+@lru_cache(maxsize=8)  # many simulators of one test run are alike
+def _ring(
+    model_path: str | None, seed: int, vocab_size: int, eos: int | None
+) -> tuple[list[int], Sequence[int], int | None]:
+    """The ring's ids, the places where a reply may start, and the id that ends one."""
+    draw = random.Random(seed).random  # random() alone gives the same numbers in every Python version
+    if model_path is not None:
+        return *_text_ring(Path(model_path), draw), _model_eos(Path(model_path)) if eos is None else eos
+    eos = vocab_size - 1 if eos is None else eos
+    ring = [int(draw() * (vocab_size - 1)) for _ in range(RING_TOKENS)]
+    return [token + (token >= eos) for token in ring], range(RING_TOKENS), eos  # eos itself is left out
+
+
+def _text_ring(model: Path, draw: Callable[[], float]) -> tuple[list[int], list[int]]:
+    """Paragraphs of `SENTENCES`. Each is tokenized whole, so a reply begins as text does, with no space before."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -105,21 +114,18 @@ def _text_replies(settings: Settings, model: Path) -> Replies:
     path = model / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"--model-path {model}: there is no tokenizer.json in it")
-    tokenizer = Tokenizer.from_file(str(path))
-    draw = random.Random(settings.seed).random
-    # A paragraph is tokenized whole, so a reply begins as a sentence does, without a leading space.
-    kinds = [
+    texts = [
         " ".join(SENTENCES[int(draw() * len(SENTENCES))] for _ in range(2 + int(draw() * 4))) + "\n\n"
         for _ in range(256)
     ]
-    paragraphs = [e.ids for e in tokenizer.encode_batch(kinds, add_special_tokens=False)]
+    encodings = Tokenizer.from_file(str(path)).encode_batch(texts, add_special_tokens=False)
+    paragraphs = [encoding.ids for encoding in encodings]
     ring: list[int] = []
     starts: list[int] = []
     while len(ring) < RING_TOKENS:
         starts.append(len(ring))
         ring += paragraphs[int(draw() * len(paragraphs))]
-    eos = _model_eos(model) if settings.eos_token_id is None else settings.eos_token_id
-    return Replies(ring, starts, seed=settings.seed, eos=eos, lengths=settings.reply_lengths)
+    return ring, starts
 
 
 def model_vocab_size(settings: Settings) -> int:

@@ -135,7 +135,7 @@ class Settings:
     hold: bool = _option(False, "take requests but make no step until told to", action="store_true")
     fault: tuple[str, ...] = _option(
         (),
-        "an operation to run once its rank is live, e.g. 'die rank=1 after_frames=20'; they are listed below",
+        "an operation to run once its rank is live, e.g. 'die rank=1 after_frames=20' (see the list below)",
         action="append",
         metavar="'OP KEY=VALUE...'",
     )
@@ -234,6 +234,9 @@ _LEAST = {
 }  # fmt: skip
 
 
+_LISTS = ("token_ids", "frames")  # keys of operations that take comma-separated values
+
+
 def flag(name: str) -> str:
     """The command-line spelling of a setting."""
     return "--" + name.replace("_", "-")
@@ -263,5 +266,9 @@ def _fault_message(text: str) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"--fault {text!r}: {word!r} must be KEY=VALUE")
-        message[key] = int(value) if value.lstrip("-").isdecimal() else value
+        message[key] = [_plain(item) for item in value.split(",")] if key in _LISTS else _plain(value)
     return message
+
+
+def _plain(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text

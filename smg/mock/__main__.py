@@ -1,0 +1,5 @@
+import sys
+
+from smg.mock.command import main
+
+sys.exit(main())
