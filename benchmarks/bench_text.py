@@ -64,9 +64,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
         language_level="3",
         quiet=True,
     )
-    command: Any = Distribution({"name": "text-loop", "ext_modules": [extension]}).get_command_obj(
-        "build_ext"
-    )
+    command: Any = Distribution({"name": "text-loop", "ext_modules": [extension]}).get_command_obj("build_ext")
     command.build_lib = command.build_temp = str(folder)
     command.ensure_finalized()
     command.run()
@@ -108,9 +106,7 @@ def results() -> Iterator[dict[str, float]]:
 
 def measure(benchmark: Any, results: dict[str, float], name: str, fresh: Callable[[], Any], run: Any) -> None:
     benchmark.pedantic(run, setup=lambda: ((fresh(),), {}), rounds=7, warmup_rounds=1)
-    results[name] = benchmark.extra_info["ns_per_token"] = (
-        benchmark.stats.stats.median / (STREAMS * STEPS) * 1e9
-    )
+    results[name] = benchmark.extra_info["ns_per_token"] = benchmark.stats.stats.median / (STREAMS * STEPS) * 1e9
 
 
 cpu_time = pytest.mark.benchmark(group="detokenise", timer=time.process_time, warmup=True)

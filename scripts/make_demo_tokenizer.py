@@ -62,8 +62,7 @@ SENTENCES = [
     "라우터는 각 요청을 가장 한가한 노드로 보내고 답을 조금씩 돌려줍니다. 안녕하세요, 세계!",
     "الموجّه يرسل كل طلب إلى أقل العقد حملاً ثم يعيد الإجابة.",
     "राउटर हर अनुरोध को सबसे कम व्यस्त नोड पर भेजता है।",
-    "All done 🎉 thanks 🙏 that was fast 🚀 see you 👋 nice 😀 ok 👍 ✅ ❤️"
-    " → ← … – — “quoted” ‘so’ €5 °C ½ × ≤ ≥",
+    "All done 🎉 thanks 🙏 that was fast 🚀 see you 👋 nice 😀 ok 👍 ✅ ❤️ → ← … – — “quoted” ‘so’ €5 °C ½ × ≤ ≥",
     '{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius", "days": 3}}',
 ]
 REPEAT = 40
@@ -138,9 +137,7 @@ def main() -> None:
         target / "generation_config.json",
         {"bos_token_id": ids[BOS], "eos_token_id": [ids[TURN_END], ids[EOS]], "pad_token_id": ids[PAD]},
     )
-    print(
-        f"{target}: {tokenizer.get_vocab_size()} entries, {(target / 'tokenizer.json').stat().st_size} bytes"
-    )
+    print(f"{target}: {tokenizer.get_vocab_size()} entries, {(target / 'tokenizer.json').stat().st_size} bytes")
 
 
 def train() -> Tokenizer:

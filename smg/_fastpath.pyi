@@ -1,6 +1,5 @@
 """Types of the compiled fast path. `Core` is for `smg.engine`; the rest is public through `smg`."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, final
 

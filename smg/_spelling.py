@@ -82,9 +82,7 @@ def spell_by(decoder: decoders.Decoder, token: str) -> tuple[bytes, bytes, None]
     return decoder.decode(["", token]).encode(), decoder.decode([token]).encode(), None
 
 
-def spell_replaced(
-    replace: decoders.Decoder | None, fallback: bool, token: str
-) -> tuple[bytes, bytes, int | None]:
+def spell_replaced(replace: decoders.Decoder | None, fallback: bool, token: str) -> tuple[bytes, bytes, int | None]:
     if replace is not None:
         token = replace.decode([token])
     spelled = token.encode()

@@ -50,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="go on serving afterwards, until Ctrl-C")
     parser.add_argument("--chats", type=int, default=8, metavar="N", help="chats at once (default 8)")
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="per chat (default 48)")
-    parser.add_argument(
-        "--step-ms", type=float, default=40.0, metavar="MS", help="a decode step (default 40)"
-    )
+    parser.add_argument("--step-ms", type=float, default=40.0, metavar="MS", help="a decode step (default 40)")
     parser.add_argument("--port", type=int, default=0, help="HTTP port (default: one that is free)")
 
 

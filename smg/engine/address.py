@@ -35,9 +35,7 @@ def handshake_address(path: str, override: str | None = None) -> str:
         return addresses.handshake_address(path)
     match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})", override)
     if match is None or int(match[2]) > 0xFFFF:
-        raise AddressError(
-            f"handshake address {override!r}: must be tcp://<host>:<port>, e.g. tcp://127.0.0.1:30500"
-        )
+        raise AddressError(f"handshake address {override!r}: must be tcp://<host>:<port>, e.g. tcp://127.0.0.1:30500")
     if not _is_loopback(match[1].strip("[]")):
         _log.warning("%s is not loopback: any host that reaches it can join as an engine", override)
     return override
@@ -143,9 +141,7 @@ class SocketDirectory:
         found = os.lstat(self.directory)
         if not stat.S_ISDIR(found.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a directory"
-            raise AddressError(
-                f"socket directory {self.directory} is {kind}; name a real directory in the URL"
-            )
+            raise AddressError(f"socket directory {self.directory} is {kind}; name a real directory in the URL")
         if found.st_uid != os.geteuid():
             raise AddressError(
                 f"socket directory {self.directory} belongs to uid {found.st_uid}, not to this process's uid "

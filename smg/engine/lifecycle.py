@@ -123,9 +123,7 @@ class RankLife:
         self.lost = 0  # incarnations that ended by LOST
         self._awaited: set[Event] = set()
 
-    def handle(
-        self, event: Event, now: float, *, incarnation: int | None = None, why: str = ""
-    ) -> list[Step]:
+    def handle(self, event: Event, now: float, *, incarnation: int | None = None, why: str = "") -> list[Step]:
         """Take one event in; what has to be done for it, in order.
 
         `now` is in seconds of any monotonic clock. `incarnation` is the one whose socket reported the event,
@@ -216,9 +214,7 @@ def hear_handshake(frames: Sequence[bytes], ranks: int, status_of: Callable[[byt
     return Heard(rank, Event[status])
 
 
-def hear_registration(
-    frames: Sequence[bytes], rank: int, backend: str, version_of: Callable[[bytes], str]
-) -> Heard:
+def hear_registration(frames: Sequence[bytes], rank: int, backend: str, version_of: Callable[[bytes], str]) -> Heard:
     """Judge a message of the input ROUTER of `rank`: REGISTERED, or BAD and why.
 
     `version_of` decodes the payload to its `vllm_version` and raises HandshakeError for garbage. The version

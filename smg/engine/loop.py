@@ -208,9 +208,7 @@ class Loop:
     def _serve_handshake(self) -> None:
         while self._poller.poll(0):
             frames = self._handshake.recv_multipart(zmq.NOBLOCK)
-            self._on_heard(
-                hear_handshake(frames, len(self.lives), lambda frame: handshake.decode_status(frame).status)
-            )
+            self._on_heard(hear_handshake(frames, len(self.lives), lambda frame: handshake.decode_status(frame).status))
 
     def _on_heard(self, heard: Heard, incarnation: int | None = None) -> None:
         if heard.rank is None:
@@ -281,9 +279,7 @@ class Loop:
             elif action is Action.REFUSE:
                 self._note(rank, why or life.fault, "rank %d: refused: %s", rank, why or life.fault)
             elif action is Action.KEEP_HELLO:
-                self._note(
-                    rank, "claimed", "rank %d is claimed by a second process; it waits for the first", rank
-                )
+                self._note(rank, "claimed", "rank %d is claimed by a second process; it waits for the first", rank)
             elif action is Action.END_REQUESTS:  # done by the pump, after it had read the output socket out
                 _log.warning("rank %d %s; its requests were ended", rank, why)
             elif action is Action.UNBIND:

@@ -84,9 +84,7 @@ class App:
         if path not in self._paths:
             raise ApiError(404, "not_found", "no such path; see /openapi.json")
         allowed = [name for name, routes in self._routes.items() if path in routes]
-        raise ApiError(
-            405, "method_not_allowed", f"use {' or '.join(allowed)}", headers={"Allow": ", ".join(allowed)}
-        )
+        raise ApiError(405, "method_not_allowed", f"use {' or '.join(allowed)}", headers={"Allow": ", ".join(allowed)})
 
     def _guarded(self, route: Route) -> Route:
         async def checked(exchange: Exchange) -> web.StreamResponse:

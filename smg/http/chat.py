@@ -30,13 +30,9 @@ def chat_job(request: ChatRequest, model: ModelTokenizer, limits: Limits, backen
     tools = offered_tools(request)
     continues = bool(request.continue_final_message)
     if continues and request.messages[-1].get("role") != "assistant":
-        raise invalid(
-            "continue_final_message", "continue_final_message: the last message must be the assistant's"
-        )
+        raise invalid("continue_final_message", "continue_final_message: the last message must be the assistant's")
     if continues and request.add_generation_prompt:
-        raise invalid(
-            "add_generation_prompt", "add_generation_prompt and continue_final_message exclude each other"
-        )
+        raise invalid("add_generation_prompt", "add_generation_prompt and continue_final_message exclude each other")
     arguments = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", request.reasoning_effort)
@@ -87,13 +83,9 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         if isinstance(content, list):
             _check_parts(i, content)
         elif content is not None and not isinstance(content, str):
-            raise invalid(
-                f"messages[{i}].content", f"messages[{i}].content: must be a string or a list of parts"
-            )
+            raise invalid(f"messages[{i}].content", f"messages[{i}].content: must be a string or a list of parts")
         if role == "user" and not content:
-            raise invalid(
-                f"messages[{i}].content", f"messages[{i}].content: a user message must not be empty"
-            )
+            raise invalid(f"messages[{i}].content", f"messages[{i}].content: a user message must not be empty")
 
 
 def _check_parts(i: int, parts: list[Any]) -> None:
@@ -140,9 +132,7 @@ class ChatShape:
 
     content_type = b"text/event-stream"
 
-    def __init__(
-        self, job: Job, id: str, created: int, model: ModelTokenizer, timings: Timings | None
-    ) -> None:
+    def __init__(self, job: Job, id: str, created: int, model: ModelTokenizer, timings: Timings | None) -> None:
         self._job, self._model, self._timings = job, model, timings
         self._stamp = b'","created":%d,"model":"%b","choices":[' % (created, escape(job.model))
         self._id = b'{"id":"' + escape(id)
@@ -159,13 +149,10 @@ class ChatShape:
         return before, b'"},"logprobs":null,"finish_reason":null}' + self._tail + b"\n\n"
 
     def first(self, choice: Choice) -> bytes:
-        return (
-            b'%b{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}%b'
-            % (
-                self._chunk,
-                choice.index,
-                self._usage_tail(choice),
-            )
+        return b'%b{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}%b' % (
+            self._chunk,
+            choice.index,
+            self._usage_tail(choice),
         )
 
     def part(self, choice: Choice, text: bytes, entries: list[Any] | None) -> bytes:

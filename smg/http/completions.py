@@ -27,9 +27,7 @@ def completion_job(request: CompletionRequest, model: ModelTokenizer, limits: Li
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     if request.echo and request.logprobs is not None:
-        raise unsupported(
-            "logprobs", "logprobs with echo is not supported: the engine sends none of the prompt"
-        )
+        raise unsupported("logprobs", "logprobs with echo is not supported: the engine sends none of the prompt")
     prompts, texts = read_prompts(request.prompt, model, "prompt")
     if len(prompts) * n > limits.sequences:
         raise invalid("n", f"{len(prompts)} prompts x n={n}: at most {limits.sequences} in one request")
@@ -89,9 +87,7 @@ def read_prompts(
 class CompletionShape:
     """Renders one text completion."""
 
-    def __init__(
-        self, job: Job, id: str, created: int, model: ModelTokenizer, timings: Timings | None
-    ) -> None:
+    def __init__(self, job: Job, id: str, created: int, model: ModelTokenizer, timings: Timings | None) -> None:
         self._job, self._model, self._timings = job, model, timings
         self._head = b'{"id":"%b","object":"text_completion","created":%d,"model":"%b","choices":[' % (
             escape(id),
@@ -121,9 +117,7 @@ class CompletionShape:
         reason = b'"%b"%b' % ((choice.finish_reason or "").encode(), matched_json(choice))
         return self._event(choice, self._job.suffix, b"null", reason)
 
-    def _event(
-        self, choice: Choice, text: bytes, logprobs: bytes = b"null", reason: bytes = b"null"
-    ) -> bytes:
+    def _event(self, choice: Choice, text: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
         tail = self._tail
         if self._job.continuous_usage:
             tail = b'],"usage":' + usage_json(choice.prompt_tokens, choice.completion_tokens) + b"}"

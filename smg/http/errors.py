@@ -40,9 +40,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        return _encode(
-            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-        )
+        return _encode({"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}})
 
     def event(self) -> bytes:
         """The same as one line for a stream that has already begun."""
@@ -92,9 +90,7 @@ def describe(exc: BaseException) -> ApiError:
     if isinstance(exc, errors.InvalidRank):
         return ApiError(400, "invalid_rank", str(exc), param="rank")
     if isinstance(exc, errors.Overloaded):
-        return ApiError(
-            429, "engine_overloaded", str(exc), type="rate_limit_error", headers={"Retry-After": "1"}
-        )
+        return ApiError(429, "engine_overloaded", str(exc), type="rate_limit_error", headers={"Retry-After": "1"})
     if isinstance(exc, errors.NoRank):
         return unavailable("no_available_workers", str(exc), retry_after=5)
     if isinstance(exc, errors.RankDied):
@@ -105,6 +101,4 @@ def describe(exc: BaseException) -> ApiError:
         return ApiError(504, "deadline_exceeded", str(exc), type="timeout_error")
     if isinstance(exc, errors.Error):
         return ApiError(500, "engine_error", str(exc), type="internal_error")
-    return ApiError(
-        500, "internal_error", "the server failed; its log has the details", type="internal_error"
-    )
+    return ApiError(500, "internal_error", "the server failed; its log has the details", type="internal_error")

@@ -114,7 +114,5 @@ def warn_ignored(args: argparse.Namespace) -> None:
 def known_policy(name: str) -> str:
     """The policy that is used when `name` is asked for; warns when it is another one."""
     if name in POLICIES:
-        log.warning(
-            "--policy %s needs what engines do not tell over this wire; %s is used", name, POLICIES[name]
-        )
+        log.warning("--policy %s needs what engines do not tell over this wire; %s is used", name, POLICIES[name])
     return POLICIES.get(name, name)

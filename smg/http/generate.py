@@ -43,9 +43,7 @@ def generate_job(request: GenerateRequest, model: ModelTokenizer, limits: Limits
         raise invalid("logprob_start_len", "logprob_start_len: only -1; the engine sends none of the prompt")
     n = sampling.n or 1
     if n > limits.choices or len(prompts) * n > limits.sequences:
-        raise invalid(
-            "n", f"n={n}: at most {limits.choices}, and {limits.sequences} sequences in one request"
-        )
+        raise invalid("n", f"n={n}: at most {limits.choices}, and {limits.sequences} sequences in one request")
     rid = request.rid
     if isinstance(rid, list):
         if len(rid) != len(prompts):
@@ -85,9 +83,7 @@ def generate_job(request: GenerateRequest, model: ModelTokenizer, limits: Limits
 class GenerateShape:
     """Renders one native answer."""
 
-    def __init__(
-        self, job: Job, id: str, created: int, model: ModelTokenizer, timings: Timings | None
-    ) -> None:
+    def __init__(self, job: Job, id: str, created: int, model: ModelTokenizer, timings: Timings | None) -> None:
         self._job, self._id, self._model, self._timings = job, id, model, timings
 
     def around_text(self, index: int) -> tuple[bytes | None, bytes | None]:
@@ -139,8 +135,7 @@ class GenerateShape:
             ]
             if self._job.params.logprobs:
                 meta["output_top_logprobs"] = [
-                    [[finite(value), token, self._text(token)] for token, value in top]
-                    for _, _, top in choice.logprobs
+                    [[finite(value), token, self._text(token)] for token, value in top] for _, _, top in choice.logprobs
                 ]
         return meta
 

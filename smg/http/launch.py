@@ -47,20 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one per group; its directory must be private to this user",
     )
     group.add_argument("--backend", required=True, metavar="NAME", help="the engines' wire: tokenspeed")
-    group.add_argument(
-        "--zmq-engine-count", type=int, default=1, metavar="N", help="ranks per worker URL (default 1)"
-    )
-    group.add_argument(
-        "--min-ready", type=int, metavar="N", help="ranks a group needs to be ready (default all)"
-    )
+    group.add_argument("--zmq-engine-count", type=int, default=1, metavar="N", help="ranks per worker URL (default 1)")
+    group.add_argument("--min-ready", type=int, metavar="N", help="ranks a group needs to be ready (default all)")
     group.add_argument(
         "--zmq-handshake-address",
         metavar="tcp://HOST:PORT",
         help="where ranks dial in, instead of the address derived from the worker URL",
     )
-    group.add_argument(
-        "--max-inflight", type=int, metavar="N", help="requests per rank before 429 (default: no bound)"
-    )
+    group.add_argument("--max-inflight", type=int, metavar="N", help="requests per rank before 429 (default: no bound)")
     group.add_argument(
         "--stall-timeout-secs",
         type=float,
@@ -86,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("listening")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     group.add_argument("--port", type=int, default=30000, help="port to listen on (default 30000)")
-    group.add_argument(
-        "--prometheus-host", default="127.0.0.1", help="address of /metrics (default 127.0.0.1)"
-    )
+    group.add_argument("--prometheus-host", default="127.0.0.1", help="address of /metrics (default 127.0.0.1)")
     group.add_argument("--prometheus-port", type=int, default=29000, help="port of /metrics (default 29000)")
     group.add_argument("--tls-cert-path", metavar="PEM", help="serve HTTPS with this certificate chain")
     group.add_argument("--tls-key-path", metavar="PEM", help="its private key")
@@ -102,9 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cors-allowed-origins", nargs="*", default=[], metavar="ORIGIN", help="allow browsers from there"
     )
-    group.add_argument(
-        "--request-id-headers", nargs="*", metavar="NAME", help="headers that may bring a request's id"
-    )
+    group.add_argument("--request-id-headers", nargs="*", metavar="NAME", help="headers that may bring a request's id")
 
     group = parser.add_argument_group("limits")
     group.add_argument(
@@ -131,9 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--body-read-timeout-secs", type=float, default=60.0, metavar="S", help="for a body (default 60)"
     )
-    group.add_argument(
-        "--idle-connection-timeout-secs", type=float, default=90.0, metavar="S", help="(default 90)"
-    )
+    group.add_argument("--idle-connection-timeout-secs", type=float, default=90.0, metavar="S", help="(default 90)")
     group.add_argument(
         "--shutdown-grace-period-secs",
         type=float,
@@ -151,18 +139,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("telling")
     group.add_argument("--log-level", choices=list(LEVELS), default="info", help="(default info)")
-    group.add_argument(
-        "--log-request-ids", action="store_true", help="let engines see the clients' request ids"
-    )
+    group.add_argument("--log-request-ids", action="store_true", help="let engines see the clients' request ids")
     group.add_argument("--response-timings", action="store_true", help="add `timings` to every `usage`")
     add_ignored(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status."""
-    logging.basicConfig(
-        level=LEVELS[args.log_level], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=LEVELS[args.log_level], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     warn_ignored(args)
     try:
         import uvloop

@@ -110,9 +110,7 @@ class Metrics(Collector):
 
     def _http(self) -> Iterator[Metric]:
         front, admission = self._front, self._front.admission
-        requests = CounterMetricFamily(
-            "smg_http_requests", "HTTP requests received", labels=["method", "path"]
-        )
+        requests = CounterMetricFamily("smg_http_requests", "HTTP requests received", labels=["method", "path"])
         for key, count in self.requests.items():
             requests.add_metric(key, count)
         yield requests
@@ -128,9 +126,7 @@ class Metrics(Collector):
         connections = self._server.open_connections if self._server is not None else 0
         yield GaugeMetricFamily("smg_http_connections_active", "open HTTP connections", connections)
         yield GaugeMetricFamily("smg_admission_inflight", "requests being served", admission.active)
-        yield GaugeMetricFamily(
-            "smg_admission_queue_depth", "requests that wait for a place", admission.queued
-        )
+        yield GaugeMetricFamily("smg_admission_queue_depth", "requests that wait for a place", admission.queued)
         rejected = CounterMetricFamily(
             "smg_admission_queue_rejected", "requests refused at admission", labels=["reason"]
         )
@@ -153,12 +149,8 @@ class Metrics(Collector):
         yield unknown
 
     def _latencies(self) -> Iterator[Metric]:
-        yield _histograms(
-            "smg_router_ttft_seconds", "from submission to the first output", {"": self.first_token}, ()
-        )
-        yield _histograms(
-            "smg_router_tpot_seconds", "between the tokens of a stream", {"": self.between_tokens}, ()
-        )
+        yield _histograms("smg_router_ttft_seconds", "from submission to the first output", {"": self.first_token}, ())
+        yield _histograms("smg_router_tpot_seconds", "between the tokens of a stream", {"": self.between_tokens}, ())
 
     def _workers(self) -> Iterator[Metric]:
         front = self._front
@@ -191,12 +183,9 @@ class Metrics(Collector):
         }
         state = GaugeMetricFamily("smg_rank_state", "1 for the state it is in", labels=[*labels, "state"])
         totals = {
-            name: CounterMetricFamily(metric, text, labels=labels)
-            for name, (metric, text) in RANK_COUNTERS.items()
+            name: CounterMetricFamily(metric, text, labels=labels) for name, (metric, text) in RANK_COUNTERS.items()
         }
-        ended = CounterMetricFamily(
-            "smg_rank_requests_ended", "requests that ended", labels=[*labels, "cause"]
-        )
+        ended = CounterMetricFamily("smg_rank_requests_ended", "requests that ended", labels=[*labels, "cause"])
         for group in front.router.groups:
             counters, load = group.counters, group.load
             for rank in group.ranks:
@@ -218,14 +207,11 @@ class Metrics(Collector):
         yield ended
 
 
-def _histograms(
-    name: str, text: str, histograms: dict[str, Histogram], labels: tuple[str, ...] = ("path",)
-) -> Metric:
+def _histograms(name: str, text: str, histograms: dict[str, Histogram], labels: tuple[str, ...] = ("path",)) -> Metric:
     family = HistogramMetricFamily(name, text, labels=labels)
     for label, histogram in histograms.items():
         buckets = [
-            ("+Inf" if bound == float("inf") else f"{bound:g}", float(count))
-            for bound, count in histogram.cumulative()
+            ("+Inf" if bound == float("inf") else f"{bound:g}", float(count)) for bound, count in histogram.cumulative()
         ]
         family.add_metric([label] if labels else [], buckets, histogram.sum)
     return family

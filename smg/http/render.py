@@ -109,9 +109,7 @@ class TextLogprobs:
             tops.append({self._text(other): finite(value) for other, value in top})
             offsets.append(self._offset)
             self._offset += len(text)
-        return encode(
-            {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
-        )
+        return encode({"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets})
 
     def _text(self, token: int) -> str:
         return self._table.bytes_of(token).decode("utf-8", "replace")

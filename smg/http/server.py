@@ -42,9 +42,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._server.open_connections += 1
-        self._late = asyncio.get_running_loop().call_later(
-            self._server.limits.header_timeout, transport.close
-        )
+        self._late = asyncio.get_running_loop().call_later(self._server.limits.header_timeout, transport.close)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -137,9 +135,7 @@ async def read_body(request: web.BaseRequest, timeout: float) -> bytes:
         raise ApiError(400, "bad_http_request", f"the body cannot be read: {exc}") from None
 
 
-async def listen(
-    server: Server, host: str, port: int, tls: ssl.SSLContext | None = None
-) -> tuple[asyncio.Server, int]:
+async def listen(server: Server, host: str, port: int, tls: ssl.SSLContext | None = None) -> tuple[asyncio.Server, int]:
     """Start to accept connections; returns the listener and its port. Raises AddressError."""
     loop = asyncio.get_running_loop()
     try:

@@ -130,9 +130,7 @@ class Service:
         await asyncio.wait(waits, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         if front.admission.active:
             log.warning("%d requests were cut off by the shutdown", front.admission.active)
-            front.end_all(
-                unavailable("shutting_down", "the server shut down before the request was complete", 5)
-            )
+            front.end_all(unavailable("shutting_down", "the server shut down before the request was complete", 5))
             await asyncio.wait(waits[:1], timeout=LAST_WORDS)
         for wait in waits:
             wait.cancel()

@@ -51,9 +51,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -83,8 +81,10 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(special_tokens or {})
         # A template that looks at parts of a content wants them as they are; others want one text.
-        self.wants_parts = "content[" in source or "in message.content" in source or (
-            "in message['content']" in source or 'in message["content"]' in source or "in content" in source
+        self.wants_parts = (
+            "content[" in source
+            or "in message.content" in source
+            or ("in message['content']" in source or 'in message["content"]' in source or "in content" in source)
         )
 
     def render(

@@ -27,6 +27,7 @@ _PROBES = (
     "👩‍👩‍👧‍👦 🏳️‍🌈 🇺🇳 \u200d \ufeff \u2028 \x00 \x7f",
     "AAAAAAAAAAAAAAAAAAAAAAAAAAAA 12345678901234567890 ----====____",
 )
+_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")  # variables of chat templates
 
 
 class ModelError(Error):
@@ -58,7 +59,7 @@ class ModelTokenizer:
         self._encode = encode or reference_encoder(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. Special tokens that stand in the text are honoured; `add_special_tokens` adds the model's own."""
+        """Token ids. Special tokens in the text are honoured; `add_special_tokens` adds the model's own."""
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -93,7 +94,7 @@ def fast_encoder(path: Path, reference: Encode, probes: Sequence[str]) -> Encode
         encode_fast = fastokens.Tokenizer.from_file(str(path)).encode
 
         def encode(text: str, add_special_tokens: bool) -> list[int]:
-            ids: list[int] = encode_fast(text, add_special_tokens)
+            ids: list[int] = encode_fast(text, add_special_tokens).ids
             return ids
 
         for probe in probes:
@@ -107,9 +108,7 @@ def fast_encoder(path: Path, reference: Encode, probes: Sequence[str]) -> Encode
     return encode
 
 
-def load(
-    model_path: str, tokenizer_path: str | None = None, chat_template: str | None = None
-) -> ModelTokenizer:
+def load(model_path: str, tokenizer_path: str | None = None, chat_template: str | None = None) -> ModelTokenizer:
     """The model in the local directory `model_path`.
 
     Reads tokenizer.json (from `tokenizer_path`, a directory or the file, where given), tokenizer_config.json,
@@ -118,7 +117,7 @@ def load(
     """
     directory = Path(model_path)
     if not directory.is_dir():
-        raise ModelError(f"model path {model_path!r} is not a directory; models are read from local directories")
+        raise ModelError(f"model path {model_path!r} is not a directory; models are read from local ones")
     source = Path(tokenizer_path) if tokenizer_path else directory
     file = source / "tokenizer.json" if source.is_dir() else source
     if not file.is_file():
@@ -130,9 +129,7 @@ def load(
     tokenizer.no_padding()
     tokenizer.no_truncation()
     config = _json(file.parent / "tokenizer_config.json")
-    specials = {
-        name: _token_text(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)
-    }
+    specials = {name: _token_text(config[name]) for name in _SPECIALS if config.get(name)}
     template_text = _template_text(chat_template, file.parent, config)
     try:
         template = None if template_text is None else ChatTemplate(template_text, specials)

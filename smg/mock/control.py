@@ -225,9 +225,7 @@ class Controls(ABC):
     def _replies(self) -> Replies:
         return make_replies(self.settings)
 
-    def wait_for(
-        self, event: str, *, count: int = 1, timeout: float = DEFAULT_TIMEOUT, **fields: Any
-    ) -> Event:
+    def wait_for(self, event: str, *, count: int = 1, timeout: float = DEFAULT_TIMEOUT, **fields: Any) -> Event:
         """The `count`th event since the start with that name and these fields: `wait_for("abort", rank=1)`.
 
         Raises TimeoutError, and SimulatorEnded when it cannot come any more. Blocks: beside an event loop use

@@ -149,9 +149,7 @@ class Engine:
         Raises ValueError for a prompt that the KV cache does not hold (see `holds`), as it would never run.
         """
         if not self.holds(request.prompt_tokens):
-            raise ValueError(
-                f"request {request.rid}: {request.prompt_tokens} prompt tokens exceed the KV cache"
-            )
+            raise ValueError(f"request {request.rid}: {request.prompt_tokens} prompt tokens exceed the KV cache")
         self._plan_reply(request)
         request.cached = max(0, min(self._settings.cached_tokens, request.prompt_tokens - 1))
         request.state = "waiting"
@@ -220,9 +218,7 @@ class Engine:
             if natural is not None:
                 ends.append((max(natural, request.min_tokens), 1, "eos"))
             if request.stop_token_ids:
-                first = replies.first_of(
-                    request.start, request.stop_token_ids, max(request.min_tokens - 1, 0), limit
-                )
+                first = replies.first_of(request.start, request.stop_token_ids, max(request.min_tokens - 1, 0), limit)
                 if first is not None:
                     ends.append((first + 1, 2, "stop"))
         request.finish_at, _, how = min(ends)
@@ -377,9 +373,7 @@ class Engine:
         if request.streams_every_step:
             request.place = len(self._steady)
             values = request, request.rid, request.base, request.start + request.base
-            for column, value in zip(
-                self._columns, (*values, request.prompt_tokens, request.cached), strict=True
-            ):
+            for column, value in zip(self._columns, (*values, request.prompt_tokens, request.cached), strict=True):
                 column.append(value)
         self._file(request, request.done)
 

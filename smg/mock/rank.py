@@ -325,9 +325,7 @@ class Rank:
             return
         self._send(self._dialect.encode(batch, self._claimed_index))
         if self._settings.record:
-            for rid, reason, tokens in zip(
-                batch.rids, batch.finish_reasons, batch.completion_tokens, strict=True
-            ):
+            for rid, reason, tokens in zip(batch.rids, batch.finish_reasons, batch.completion_tokens, strict=True):
                 if reason:
                     self._report("finish", rid=rid, reason=reason, completion_tokens=tokens)
         if self._armed:
@@ -367,9 +365,7 @@ class Rank:
     # -- helpers
 
     def _one_row(self, rid: str, tokens: list[int], reason: str, prompt: int, completion: int) -> Batch:
-        return Batch(
-            [rid], [tokens], [reason], [prompt], [completion], [0], [[]], [[]], load=self.engine.load
-        )
+        return Batch([rid], [tokens], [reason], [prompt], [completion], [0], [[]], [[]], load=self.engine.load)
 
     def _count_down(self, trigger: str) -> None:
         for armed in [armed for armed in self._armed if trigger in armed[0]]:

@@ -39,9 +39,7 @@ class Replies:
         self.size = len(self.ring)
         self.eos = eos
         # Multiples of 1/1024: float64 holds them exactly, so tests may compare with ==.
-        self.logprobs = [
-            -((token * 2654435761 + place) % 4096) / 1024 for place, token in enumerate(self.ring)
-        ]
+        self.logprobs = [-((token * 2654435761 + place) % 4096) / 1024 for place, token in enumerate(self.ring)]
         self._starts = starts
         self._seed = seed
         self._lengths = lengths
@@ -108,9 +106,7 @@ def _text_ring(model: Path, draw: Callable[[], float]) -> tuple[list[int], list[
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError(
-            "--model-path needs the tokenizers package: pip install 'smg-fastpath[server]'"
-        ) from None
+        raise ValueError("--model-path needs the tokenizers package: pip install 'smg-fastpath[server]'") from None
     path = model / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"--model-path {model}: there is no tokenizer.json in it")

@@ -27,9 +27,7 @@ class Settings:
     """
 
     # Where to dial, and as whom.
-    worker_url: str = _option(
-        "", "the group's worker URL; its path gives the handshake port", metavar="ipc://PATH"
-    )
+    worker_url: str = _option("", "the group's worker URL; its path gives the handshake port", metavar="ipc://PATH")
     handshake_address: str | None = _option(
         None, "dial this handshake address instead of the one derived from the URL", metavar="tcp://HOST:PORT"
     )
@@ -52,22 +50,16 @@ class Settings:
     )
 
     # How fast the engine is and how much it holds.
-    step_ms: float = _option(
-        10.0, "duration of a decode step; 0: as fast as it goes", type=float, metavar="MS"
-    )
+    step_ms: float = _option(10.0, "duration of a decode step; 0: as fast as it goes", type=float, metavar="MS")
     decode_per_req_ms: float = _option(
         0.0, "added to a step for each request that decodes in it", type=float, metavar="MS"
     )
     prefill_tps: float = _option(0.0, "prompt tokens per second; 0: instantly", type=float, metavar="N")
-    prefill_chunk: int = _option(
-        8192, "prompt tokens one step takes in, over all requests", type=int, metavar="N"
-    )
+    prefill_chunk: int = _option(8192, "prompt tokens one step takes in, over all requests", type=int, metavar="N")
     tokens_per_step: int = _option(
         1, "tokens each decoding request gains per step, as with speculative decoding", type=int, metavar="N"
     )
-    max_running: int = _option(
-        256, "requests admitted at once; the others wait, first come first served", type=int
-    )
+    max_running: int = _option(256, "requests admitted at once; the others wait, first come first served", type=int)
     kv_pages: int = _option(20480, "KV cache pages", type=int, metavar="N")
     page_size: int = _option(64, "tokens per KV page", type=int, metavar="N")
     max_model_len: int = _option(131072, "context length in tokens", type=int, metavar="N")
@@ -252,9 +244,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             text += " (default: %(default)s)"
         if how.get("action") == "append":
             default = []
-        parser.add_argument(
-            flag(field.name), default=default, help=text, required=field.name == "worker_url", **how
-        )
+        parser.add_argument(flag(field.name), default=default, help=text, required=field.name == "worker_url", **how)
 
 
 def _fault_message(text: str) -> dict[str, Any]:

@@ -63,9 +63,7 @@ class Simulator(Controls):
     def __init__(self, worker_url: str, **options: Any) -> None:
         self.settings = settings = Settings(worker_url=worker_url, **options)
         self.events = EventLog()
-        self.address = settings.handshake_address or addresses.handshake_address(
-            addresses.worker_path(worker_url)
-        )
+        self.address = settings.handshake_address or addresses.handshake_address(addresses.worker_path(worker_url))
         self._listeners: list[Callable[[Event], None]] = [self.events.append]
         self._calls: deque[tuple[Message, Future[Any]]] = deque()
         self._faults = self.settings.faults  # each runs once its rank is live

@@ -227,9 +227,7 @@ class TokenSpeed:
         elif kind == "empty":
             frame = b""
         elif kind not in ("ragged", "tag", "short", "map"):
-            raise ValueError(
-                f"kind {kind!r}: must be garbage, empty, truncated, trailing, tag, short, map or ragged"
-            )
+            raise ValueError(f"kind {kind!r}: must be garbage, empty, truncated, trailing, tag, short, map or ragged")
         return [frame]
 
     def _elements(self, batch: Batch, engine_index: int) -> list[Any]:

@@ -21,14 +21,10 @@ _FNV_PRIME = 0x00000100000001B3
 def worker_path(url: str) -> str:
     """The path of a worker URL `ipc://<path>`, unchanged. Raises AddressError for anything else."""
     if not url.startswith(SCHEME):
-        raise AddressError(
-            f"worker URL {url!r}: must be ipc://<path>, e.g. ipc:///run/user/1000/smg/engine-31000"
-        )
+        raise AddressError(f"worker URL {url!r}: must be ipc://<path>, e.g. ipc:///run/user/1000/smg/engine-31000")
     path = url[len(SCHEME) :]
     if os.path.basename(path) in ("", ".", "..") or "\0" in path:
-        raise AddressError(
-            f"worker URL {url!r}: must end in a file name, e.g. ipc:///run/user/1000/smg/engine-31000"
-        )
+        raise AddressError(f"worker URL {url!r}: must end in a file name, e.g. ipc:///run/user/1000/smg/engine-31000")
     try:
         path.encode()
     except UnicodeEncodeError:

@@ -21,9 +21,7 @@ READY = "READY"
 ENGINE_DEAD = b"ENGINE_CORE_DEAD"  # a whole output message, not msgpack: the engine is gone
 
 LONGEST_MESSAGE = 1 << 20  # bytes; the largest real one, SGLang's registration, has about ten thousand
-LONGEST_CONTAINER = (
-    4096  # entries; with the unpacker's depth limit this bounds what a hostile dialer allocates
-)
+LONGEST_CONTAINER = 4096  # entries; with the unpacker's depth limit this bounds what a hostile dialer allocates
 
 
 def identity(index: int) -> bytes:
@@ -108,9 +106,7 @@ INTEGER = Kind("an integer", lambda value: type(value) is int)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 FLAG = Kind("true or false", lambda value: type(value) is bool)
 TEXT = Kind("text", lambda value: type(value) is str)
-TEXTS = Kind(
-    "an array of text", lambda value: type(value) is list and all(type(item) is str for item in value)
-)
+TEXTS = Kind("an array of text", lambda value: type(value) is list and all(type(item) is str for item in value))
 MAP = Kind("a map", lambda value: type(value) is dict)
 LAYOUTS = Kind(
     "a map of arrays of text",

@@ -235,9 +235,7 @@ def _set_extra(values: list[Any], extra: Any) -> None:
 def _check_constraints(values: list[Any]) -> None:
     given = [name for name in CONSTRAINTS if values[AT[name]] is not None]
     if len(given) > 1:
-        raise InvalidRequest(
-            given[1], values[AT[given[1]]], f"None, since {given[0]} is set and only one can be"
-        )
+        raise InvalidRequest(given[1], values[AT[given[1]]], f"None, since {given[0]} is set and only one can be")
 
 
 # Outputs
@@ -317,9 +315,7 @@ def decode_outputs(frame: bytes) -> DecodedBatch:
     for row, (logprobs, ids) in enumerate(zip(columns[6], columns[7], strict=True)):
         if len(logprobs) != len(ids):
             name = COLUMNS[7].name
-            raise DecodeError(
-                f"{name}[{row}] has {len(ids)} entries, {COLUMNS[6].name} {len(logprobs)}", name
-            )
+            raise DecodeError(f"{name}[{row}] has {len(ids)} entries, {COLUMNS[6].name} {len(logprobs)}", name)
     tail = []
     for name in TAIL[: elements - 1 - len(COLUMNS)]:
         value = reader.read(name)
@@ -376,9 +372,7 @@ class _Reader:
         except DecodeError:
             raise
         except Exception as error:  # msgpack's own kinds, and ValueError and TypeError of Python's
-            raise DecodeError(
-                f"{column} is malformed: {str(error) or type(error).__name__}", column
-            ) from None
+            raise DecodeError(f"{column} is malformed: {str(error) or type(error).__name__}", column) from None
 
     def skip(self) -> None:
         """Past one well-formed value."""
@@ -433,9 +427,7 @@ def decode_request(payload: bytes) -> Request:
     """
     fields = _unpacked(payload, "request")
     if type(fields) is not list or len(fields) < 6 or fields[0] != REQUEST_TAG:
-        raise DecodeError(
-            f"request must be an array of 6 elements or more with the tag {REQUEST_TAG}", "request"
-        )
+        raise DecodeError(f"request must be an array of 6 elements or more with the tag {REQUEST_TAG}", "request")
     rid, input_ids, sampling = fields[1], fields[4], fields[5]
     if not _is_text(rid):
         raise DecodeError("rid must be text in UTF-8", "rid")

@@ -37,9 +37,7 @@ class Router:
                 return group
         raise NoRank("no rank of any group is live; ask each group's `ranks` for their states")
 
-    def submit(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
-    ) -> Stream:
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any) -> Stream:
         """As `EngineGroup.submit`. A group that is full, closed or without a rank passes the request on.
 
         `rank` and `outlet` name a thing of one group, so they need a router of one group.

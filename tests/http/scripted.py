@@ -114,9 +114,7 @@ class Script:
             **front,
         )
         self.exchange = Exchange(self.client.request, "/v1/test")
-        self.completion = Completion(
-            self.front, job, shape(job, "id-1", 1700000000, self.model, None), self.exchange
-        )
+        self.completion = Completion(self.front, job, shape(job, "id-1", 1700000000, self.model, None), self.exchange)
         self.completion.start()
 
     def _submit(self, job: Job, index: int, prompt: list[int]) -> Stream:

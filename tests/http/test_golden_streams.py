@@ -19,9 +19,7 @@ def events(start: bytes, *rest: bytes, end: bytes = b"]}") -> bytes:
 
 
 def role(index: int = 0) -> bytes:
-    return (
-        b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
-    )
+    return b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
 
 
 def said(text: bytes, index: int = 0) -> bytes:
@@ -355,13 +353,10 @@ async def test_native_events_have_the_whole_text():
     first, second = ids(" The"), ids(" boat")
 
     def meta(count: int, finish: bytes) -> bytes:
-        return (
-            b'{"id":"id-1","finish_reason":%b,"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":0'
-            % (
-                finish,
-                len(ids("Hello")),
-                count,
-            )
+        return b'{"id":"id-1","finish_reason":%b,"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":0' % (
+            finish,
+            len(ids("Hello")),
+            count,
         )
 
     parts = script.body.split(b"\n\n")
@@ -390,6 +385,5 @@ async def test_an_answer_in_one_piece():
         b'{"id":"id-1","object":"chat.completion","created":1700000000,"model":"m","choices":['
         b'{"index":0,"message":{"role":"assistant","content":" The boat"},"logprobs":null,"finish_reason":"length"},'
         b'{"index":1,"message":{"role":"assistant","content":""},"logprobs":null,"finish_reason":"stop"}],'
-        b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}'
-        % (prompt, words, prompt + words)
+        b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}' % (prompt, words, prompt + words)
     )

@@ -32,12 +32,8 @@ def bind(path: str) -> None:
         listener.bind(path)
 
 
-@pytest.mark.parametrize(
-    ("path", "port"), [("/run/smg/engine-31000", 21205), ("/run/smg/ts0.ipc", 28237), ("", 26037)]
-)
-def test_the_handshake_port_is_the_one_the_rust_gateway_and_its_launchers_derive(
-    path: str, port: int
-) -> None:
+@pytest.mark.parametrize(("path", "port"), [("/run/smg/engine-31000", 21205), ("/run/smg/ts0.ipc", 28237), ("", 26037)])
+def test_the_handshake_port_is_the_one_the_rust_gateway_and_its_launchers_derive(path: str, port: int) -> None:
     assert handshake_port(path) == port
 
 
@@ -83,9 +79,7 @@ def test_a_loopback_override_is_taken_as_written(override: str, caplog: pytest.L
 
 
 @pytest.mark.parametrize("override", ["tcp://0.0.0.0:30500", "tcp://*:30500", "tcp://127.evil.example:1"])
-def test_an_override_off_host_is_taken_with_a_warning(
-    override: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_override_off_host_is_taken_with_a_warning(override: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "smg"):
         assert handshake_address("/x", override) == override
     assert "not loopback" in caplog.text
@@ -134,9 +128,7 @@ def test_a_missing_directory_is_made_private_all_the_way_down(ipc_dir: Path) -> 
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o1777, 0o500])
-def test_a_directory_others_can_reach_is_refused_with_the_command_that_helps(
-    ipc_dir: Path, mode: int
-) -> None:
+def test_a_directory_others_can_reach_is_refused_with_the_command_that_helps(ipc_dir: Path, mode: int) -> None:
     ipc_dir.chmod(mode)
     with pytest.raises(AddressError, match=f"chmod 0700 {ipc_dir}"):
         SocketDirectory(url_in(ipc_dir), 1).acquire()
@@ -250,9 +242,7 @@ def test_stale_sockets_of_this_url_are_removed_and_nothing_else(ipc_dir: Path) -
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "directory"])
-def test_a_path_that_should_be_a_socket_and_is_not_stays_and_stops_the_group(
-    ipc_dir: Path, kind: str
-) -> None:
+def test_a_path_that_should_be_a_socket_and_is_not_stays_and_stops_the_group(ipc_dir: Path, kind: str) -> None:
     path = ipc_dir / "engine-out-0-7.sock"
     bind(str(ipc_dir / "a-socket"))
     make = {"file": path.touch, "link": lambda: path.symlink_to("a-socket"), "directory": path.mkdir}

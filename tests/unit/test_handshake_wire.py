@@ -254,17 +254,13 @@ def test_garbage_is_refused(decode: Callable[[bytes], object], frame: bytes) -> 
         decode(frame)
 
 
-keys = (
-    st.sampled_from([*handshake.STATUS_KEYS, *handshake.INIT_KEYS, *handshake.REGISTRATION_KEYS]) | st.text()
-)
+keys = st.sampled_from([*handshake.STATUS_KEYS, *handshake.INIT_KEYS, *handshake.REGISTRATION_KEYS]) | st.text()
 items = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 maps = st.dictionaries(keys, items | st.lists(items) | st.dictionaries(keys, st.lists(items)), max_size=4)
 
 
 @decoders
 @given(st.binary(max_size=80) | maps.map(msgpack.packb))
-def test_any_bytes_are_read_or_refused_and_nothing_else(
-    decode: Callable[[bytes], object], frame: bytes
-) -> None:
+def test_any_bytes_are_read_or_refused_and_nothing_else(decode: Callable[[bytes], object], frame: bytes) -> None:
     with contextlib.suppress(HandshakeError):
         assert decode(frame) is not None

@@ -220,9 +220,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.was_live: set[int] = set()
         self.ended: list[int] = []  # incarnations whose requests were ended
         self.read: set[int] = set()
-        self.hellos = self.answered = self.superseded = (
-            0  # a HELLO is answered, or waits, or gave way to a newer
-        )
+        self.hellos = self.answered = self.superseded = 0  # a HELLO is answered, or waits, or gave way to a newer
         self.kept = 0  # HELLOs that came while another process was there
         self.refused = 0
 
@@ -374,9 +372,7 @@ def status(payload: bytes) -> str:
         ([], Heard(None, Event.BAD, "identity missing is no rank of 0..257")),
     ],
 )
-def test_a_handshake_message_is_judged_by_identity_then_frames_then_status(
-    frames: list[bytes], heard: Heard
-) -> None:
+def test_a_handshake_message_is_judged_by_identity_then_frames_then_status(frames: list[bytes], heard: Heard) -> None:
     assert hear_handshake(frames, 258, status) == heard
 
 
@@ -401,9 +397,7 @@ def test_no_handshake_message_raises_and_only_two_can_be_good(frames: list[bytes
         ("tokenspeed-0.1.1", "sglang", False),
     ],
 )
-def test_an_engine_of_another_family_than_the_groups_is_refused(
-    version: str, backend: str, fits: bool
-) -> None:
+def test_an_engine_of_another_family_than_the_groups_is_refused(version: str, backend: str, fits: bool) -> None:
     heard = hear_registration([b"\1\0", version.encode()], 1, backend, status)
     assert heard.rank == 1
     assert heard.event is (Event.REGISTERED if fits else Event.BAD)

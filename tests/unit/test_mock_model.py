@@ -43,9 +43,7 @@ def run(engine: Engine, until: float = float("inf"), limit: int = 100_000) -> li
 
 def row(batch: Batch, rid: str) -> tuple[Any, ...]:
     place = batch.rids.index(rid)
-    return tuple(
-        getattr(batch, f.name)[place] for f in dataclasses.fields(batch) if f.name not in ("rids", "load")
-    )
+    return tuple(getattr(batch, f.name)[place] for f in dataclasses.fields(batch) if f.name not in ("rids", "load"))
 
 
 def joined(parts: Iterable[list[Any]]) -> list[Any]:

@@ -177,9 +177,7 @@ def test_a_rank_says_hello_then_ready_and_registers_on_its_input(frontend: Front
     assert (registered["data_parallel_size"], registered["data_parallel_rank"]) == (2, 1)
 
 
-def test_the_identity_is_the_engine_index_in_two_bytes_little_endian(
-    frontend: Frontend, start: Start
-) -> None:
+def test_the_identity_is_the_engine_index_in_two_bytes_little_endian(frontend: Frontend, start: Start) -> None:
     start(admit=False, start_index=258)
     assert frontend.receive(frontend.handshake)[0] == b"\x02\x01"
 
@@ -579,9 +577,7 @@ def test_a_process_can_be_told_to_crash(frontend: Frontend, process: SimulatorPr
     assert frontend.silent()
 
 
-def test_a_suspended_process_keeps_its_sockets_and_goes_on_later(
-    frontend: Frontend, process: SimulatorProcess
-) -> None:
+def test_a_suspended_process_keeps_its_sockets_and_goes_on_later(frontend: Frontend, process: SimulatorProcess) -> None:
     process.suspend()
     frontend.add("a", max_new_tokens=1)
     process.unsuspend()
@@ -674,9 +670,7 @@ def test_the_command_line_ends_with_status_1_when_all_ranks_are_dead(frontend: F
         (["--start-index=65536"], "--start-index"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_named(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_makes_no_sense_is_named(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--worker-url=ipc:///nowhere/engine-0", *argv]) == 2
     assert said in capsys.readouterr().err
 

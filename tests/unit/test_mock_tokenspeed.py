@@ -25,9 +25,7 @@ ADD, ABORT = b"\x00", b"\x01"
 
 def vectors(*kinds: str) -> list[Any]:
     return [
-        pytest.param(v, id=v["name"])
-        for v in VECTORS
-        if v["kind"] in kinds and not v["name"].startswith("synthetic")
+        pytest.param(v, id=v["name"]) for v in VECTORS if v["kind"] in kinds and not v["name"].startswith("synthetic")
     ]
 
 
@@ -78,9 +76,7 @@ def test_spoiled_bytes_are_no_msgpack_value(kind: str) -> None:
 
 
 def spoiled(kind: str, column: str = "") -> list[bytes]:
-    batch = Batch(
-        ["a", "b"], [[1], [2]], ["", ""], [3, 3], [1, 1], [0, 0], [[], []], [[], []], Load(2, 0, 2, 9)
-    )
+    batch = Batch(["a", "b"], [[1], [2]], ["", ""], [3, 3], [1, 1], [0, 0], [[], []], [[], []], Load(2, 0, 2, 9))
     return dialect_of()[0].spoil(kind, batch, 0, column)
 
 
@@ -260,9 +256,7 @@ ACCEPTED = {
 
 
 def pairs(table: dict[str, list[Any]]) -> list[Any]:
-    return [
-        pytest.param(name, value, id=f"{name}={value}") for name, values in table.items() for value in values
-    ]
+    return [pytest.param(name, value, id=f"{name}={value}") for name, values in table.items() for value in values]
 
 
 @pytest.mark.parametrize(("name", "value"), pairs(REFUSED))
@@ -318,9 +312,7 @@ def test_greedy_requests_have_the_seed_0_and_others_without_one_take_it_from_the
     assert taken(add_frames(sampling={"seed": 9})).request["sampling_params"]["seed"] == 9
     assert taken(add_frames(rid="req-1")).request["sampling_params"]["seed"] == 1829706545
     assert (
-        taken(add_frames(sampling={"seed": 9, "top_k": 1, "is_normalized": True})).request["sampling_params"][
-            "seed"
-        ]
+        taken(add_frames(sampling={"seed": 9, "top_k": 1, "is_normalized": True})).request["sampling_params"]["seed"]
         == 9
     )
 
@@ -339,9 +331,7 @@ def test_an_abort_drops_its_requests_silently_and_leaves_the_others() -> None:
     what = dialect.take(abort_frames("a", "c"), 1.0)
     assert (what.rids, what.answer) == (["a", "c"], None)
     assert [rid in engine for rid in "abc"] == [False, True, False]
-    assert (
-        dialect.take(add_frames("a"), 2.0).outcome == "queued"
-    )  # an abort that found its request leaves no mark
+    assert dialect.take(add_frames("a"), 2.0).outcome == "queued"  # an abort that found its request leaves no mark
 
 
 def test_an_abort_of_an_unknown_id_kills_one_later_add_of_that_id_within_300_seconds() -> None:

@@ -97,9 +97,7 @@ def test_imports_point_downwards_only(path: Path) -> None:
 def test_the_layer_check_sees_imports_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import smg.http.app\ndef f():\n    from smg import cli, SamplingParams\n")
     assert list(imports(tmp_path / "a.py")) == ["http.app", "cli" if is_module("cli") else "", ""]
-    (tmp_path / "a.pyx").write_text(
-        "from smg._table cimport Slot\n  from smg import _text\ncimport smg._zmq\n"
-    )
+    (tmp_path / "a.pyx").write_text("from smg._table cimport Slot\n  from smg import _text\ncimport smg._zmq\n")
     assert list(imports(tmp_path / "a.pyx")) == ["_table", "_text", "_zmq"]
 
 
@@ -139,9 +137,7 @@ def test_nothing_unpickles_or_evaluates(path: Path) -> None:
 
 
 def test_the_search_for_unsafe_names_finds_them(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(
-        "import pickle\nfrom marshal import loads\neval('1')\nsocket.recv_pyobj()\n"
-    )
+    (tmp_path / "a.py").write_text("import pickle\nfrom marshal import loads\neval('1')\nsocket.recv_pyobj()\n")
     assert sorted(unsafe_names(tmp_path / "a.py")) == ["eval", "marshal", "pickle", "recv_pyobj"]
     (tmp_path / "a.pyx").write_text("cdef int x = 1  # eval\nimport pickle\n")
     assert list(unsafe_names(tmp_path / "a.pyx")) == ["pickle"]

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from smg._sse import escape, json_depth
 
 any_text = st.text(st.characters(codec=None, exclude_categories=()))
-awkward = st.text(
-    st.sampled_from('"\\/\b\f\n\r\t\x00\x1f\x7f\x85\u2028\u2029\u2027\u202aé漢\U0001f600\ud800\udfff')
-)
+awkward = st.text(st.sampled_from('"\\/\b\f\n\r\t\x00\x1f\x7f\x85\u2028\u2029\u2027\u202aé漢\U0001f600\ud800\udfff'))
 
 
 @given(any_text | awkward)
@@ -60,9 +58,7 @@ def test_bytes_that_are_not_utf8_do_no_harm(data):
     assert len(escape(data)) >= len(data)
 
 
-nested = st.recursive(
-    st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
-)
+nested = st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
 def depth_of(value):

@@ -51,9 +51,7 @@ SAMPLES = [
 GPT2_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def train(
-    model: models.Model, trainer: trainers.Trainer, configure: Callable[[Tokenizer], None]
-) -> Tokenizer:
+def train(model: models.Model, trainer: trainers.Trainer, configure: Callable[[Tokenizer], None]) -> Tokenizer:
     tokenizer = Tokenizer(model)
     configure(tokenizer)
     tokenizer.train_from_iterator(CORPUS, trainer)
@@ -78,9 +76,7 @@ def gpt2() -> Tokenizer:
 
 def llama3() -> Tokenizer:
     def configure(t: Tokenizer) -> None:
-        split = (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
-        )
+        split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
         t.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(split), behavior="isolated"),
@@ -153,9 +149,7 @@ def unigram(decoder: decoders.Decoder, scheme: str) -> Tokenizer:
         t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
         t.decoder = decoder
 
-    trainer = trainers.UnigramTrainer(
-        vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
     return train(models.Unigram(), trainer, configure)
 
 
@@ -218,9 +212,7 @@ def id_sequences(make: Callable[[], Tokenizer]) -> st.SearchStrategy[list[int]]:
     texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in SAMPLES]
     early = [[token] for token in range(300)]  # single bytes, in the families that have them
     late = [[token] for token in range(size - 8, size + 3)]  # added tokens, and past the end
-    parts = st.lists(
-        st.sampled_from([*texts * 5, *early, *late * 5]) | st.lists(st.integers(0, size - 1)), max_size=12
-    )
+    parts = st.lists(st.sampled_from([*texts * 5, *early, *late * 5]) | st.lists(st.integers(0, size - 1)), max_size=12)
     return parts.map(lambda parts: [token for part in parts for token in part])
 
 
@@ -245,9 +237,7 @@ def text_of(stream: Detokenizer, chunks: Sequence[Sequence[int]]) -> str:
 @family
 @shared
 @given(data=st.data())
-def test_deltas_put_together_are_decode_of_the_whole(
-    make: Callable[[], Tokenizer], data: st.DataObject
-) -> None:
+def test_deltas_put_together_are_decode_of_the_whole(make: Callable[[], Tokenizer], data: st.DataObject) -> None:
     tokenizer, table = made(make)
     ids = data.draw(id_sequences(make))
     hide = data.draw(st.booleans())
@@ -313,9 +303,7 @@ def test_an_invalid_run_is_one_replacement_per_byte(make: Callable[[], Tokenizer
 @family
 @shared
 @given(data=st.data())
-def test_continuing_a_prompt_gives_the_rest_of_the_text(
-    make: Callable[[], Tokenizer], data: st.DataObject
-) -> None:
+def test_continuing_a_prompt_gives_the_rest_of_the_text(make: Callable[[], Tokenizer], data: st.DataObject) -> None:
     """Also when the prompt ends inside a character: it comes out whole, with its last token."""
     tokenizer, table = made(make)
     text = data.draw(st.sampled_from(SAMPLES) | st.text("ab 字🎉é", max_size=12))
@@ -339,9 +327,7 @@ def test_continuing_a_prompt_gives_the_rest_of_the_text(
 @family
 @shared
 @given(data=st.data())
-def test_a_prompt_that_ends_with_a_whole_character(
-    make: Callable[[], Tokenizer], data: st.DataObject
-) -> None:
+def test_a_prompt_that_ends_with_a_whole_character(make: Callable[[], Tokenizer], data: st.DataObject) -> None:
     tokenizer, table = made(make)
     # An open run of byte tokens would still change as a whole; the test with real text has them.
     prompt = [token for token in data.draw(id_sequences(make)) if not is_byte_token(tokenizer, token)]
@@ -356,9 +342,7 @@ def test_a_prompt_that_ends_with_a_whole_character(
 
 @pytest.mark.parametrize("make", [gpt2, llama2, gemma])
 @pytest.mark.parametrize("begun", [b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x8e"])
-def test_a_character_that_only_the_prompt_began_does_not_leak(
-    make: Callable[[], Tokenizer], begun: bytes
-) -> None:
+def test_a_character_that_only_the_prompt_began_does_not_leak(make: Callable[[], Tokenizer], begun: bytes) -> None:
     tokenizer, table = made(make)
     alphabet = {byte: id_of_byte(tokenizer, byte) for byte in [*begun, 0x89, 0x8E]}
     prompt = [tokenizer.token_to_id("e"), *(alphabet[byte] for byte in begun)]
@@ -491,9 +475,7 @@ def fused_then_replaced() -> Tokenizer:
 @pytest.mark.parametrize("make", [end_of_word, shouting, fused_then_replaced], ids=lambda make: make.__name__)
 @shared
 @given(text=st.sampled_from(CORPUS), data=st.data())
-def test_other_decoders_go_through_the_library(
-    make: Callable[[], Tokenizer], text: str, data: st.DataObject
-) -> None:
+def test_other_decoders_go_through_the_library(make: Callable[[], Tokenizer], text: str, data: st.DataObject) -> None:
     tokenizer, table = made(make)
     assert not table.exact
     ids = tokenizer.encode(text, add_special_tokens=False).ids

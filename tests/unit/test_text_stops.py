@@ -86,9 +86,7 @@ def test_a_stop_ends_the_text_as_soon_as_no_earlier_one_is_under_way(text: str, 
         so_far = text[: i + 1]
         hit = first_stop(so_far, stops)
         under_way = hit is not None and any(
-            stop.startswith(so_far[at:]) and len(stop) > len(so_far) - at
-            for at in range(hit[0])
-            for stop in stops
+            stop.startswith(so_far[at:]) and len(stop) > len(so_far) - at for at in range(hit[0]) for stop in stops
         )
         assert stream.stopped == (hit is not None and not under_way)
         if stream.stopped:
@@ -160,9 +158,7 @@ def test_stop_strings_may_be_shared_by_streams() -> None:
 def test_byte_fallback_text_is_searched_too() -> None:
     byte_tokens = {f"<0x{byte:02X}>": byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=byte_tokens | {"▁a": 256}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     stream = Detokenizer(TokenTable(tokenizer), stop=StopStrings(["🎉 a"]))
     assert stream.push([256, *"x🎉".encode()]) == " a"
     assert stream.push([256, 256]) == "x"

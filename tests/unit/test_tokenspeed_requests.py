@@ -284,13 +284,9 @@ EXTRA_VALUES: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 def cases(at: int) -> list[Any]:
-    plain = [
-        pytest.param(name, v, {name: v}, id=f"{name}={v!r:.20}") for name in VALUES for v in VALUES[name][at]
-    ]
+    plain = [pytest.param(name, v, {name: v}, id=f"{name}={v!r:.20}") for name in VALUES for v in VALUES[name][at]]
     extra = [
-        pytest.param(
-            f"extra['tokenspeed']['{name}']", v, {"extra": {"tokenspeed": {name: v}}}, id=f"{name}={v!r:.20}"
-        )
+        pytest.param(f"extra['tokenspeed']['{name}']", v, {"extra": {"tokenspeed": {name: v}}}, id=f"{name}={v!r:.20}")
         for name in EXTRA_VALUES
         for v in EXTRA_VALUES[name][at]
     ]
@@ -304,9 +300,7 @@ def test_values_that_the_engine_takes_are_sent(name: str, value: Any, params: di
 
 
 @pytest.mark.parametrize(("name", "value", "params"), cases(1))
-def test_values_that_the_engine_refuses_are_refused_by_name(
-    name: str, value: Any, params: dict[str, Any]
-) -> None:
+def test_values_that_the_engine_refuses_are_refused_by_name(name: str, value: Any, params: dict[str, Any]) -> None:
     for check in (tokenspeed.validate, lambda prompt, given: tokenspeed.encode_add(WIRE_ID, prompt, given)):
         with pytest.raises(InvalidRequest) as caught:
             check([1], SamplingParams(**params))
@@ -343,9 +337,7 @@ def test_two_constraints_are_refused() -> None:
 @pytest.mark.parametrize(
     ("minimum", "params", "context"), [(6, {"max_tokens": 5}, None), (8, {}, 10), (2, {"max_tokens": 1}, 10)]
 )
-def test_min_tokens_over_max_tokens_is_refused(
-    minimum: int, params: dict[str, Any], context: int | None
-) -> None:
+def test_min_tokens_over_max_tokens_is_refused(minimum: int, params: dict[str, Any], context: int | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         tokenspeed.validate([1, 2, 3], SamplingParams(min_tokens=minimum, **params), context_length=context)
     assert (caught.value.field, caught.value.value) == ("min_tokens", minimum)

@@ -230,9 +230,7 @@ EXTRA = {
 
 @both_decoders
 @pytest.mark.parametrize("extra", EXTRA.values(), ids=EXTRA)
-def test_elements_after_the_fourteenth_are_skipped_whatever_they_are(
-    extra: list[bytes], decode: Decoder
-) -> None:
+def test_elements_after_the_fourteenth_are_skipped_whatever_they_are(extra: list[bytes], decode: Decoder) -> None:
     assert decode(longer(*extra)) == decode(pack(*good()))
 
 
