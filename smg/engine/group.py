@@ -10,10 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from smg import _fastpath
 from smg._fastpath import Outlet, Stream
@@ -22,6 +19,10 @@ from smg.engine.loop import Loop
 from smg.errors import InvalidRequest, NotReady
 from smg.protocol import addresses, tokenspeed
 from smg.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 BACKENDS: dict[str, ModuleType] = {"tokenspeed": tokenspeed}
 _DEFAULTS = SamplingParams()
@@ -210,7 +211,7 @@ class EngineGroup:
             _PLACEHOLDER + suffix,
             prompt_token_ids,
             _DEFAULTS if params is None else params,
-            context_length=self.max_model_len,
+            context_length=self._loop.context_length,
         )
         return self._core.submit(
             payload,
@@ -242,13 +243,12 @@ class EngineGroup:
     @property
     def max_model_len(self) -> int | None:
         """Context length in tokens, prompt and completion: the least any rank registered; None = unknown."""
-        known = [r.max_model_len for r in self._loop.registrations if r is not None and r.max_model_len]
-        return min(known) if known else None
+        return self._loop.context_length
 
     @property
     def live(self) -> int:
         """Ranks that take work now."""
-        return self._loop.live()
+        return self._loop.live
 
     @property
     def requests(self) -> int:
@@ -266,6 +266,8 @@ class EngineGroup:
         return self._snapshot()[1]
 
     def _snapshot(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+        import numpy as np  # here, since a server that never asks need not hold its 10 MB
+
         in_flight = np.zeros(self._ranks, np.int64)
         load = np.zeros(self._ranks, _fastpath.RANK_DTYPE)
         self._core.snapshot(in_flight, load)

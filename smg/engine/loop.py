@@ -74,6 +74,8 @@ class Loop:
         self.lives = [RankLife(index, handshake_timeout) for index in range(ranks)]
         self.registrations: list[handshake.Registration | None] = [None] * ranks
         self.refused = 0  # handshake messages of no rank of this group
+        self.live = 0  # ranks that take work
+        self.context_length: int | None = None  # tokens; the least any rank registered
         self._directory = directory
         self._sockets: list[Sockets | None] = [None] * ranks
         self._noted: set[tuple[int, str]] = set()
@@ -135,10 +137,6 @@ class Loop:
         self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def live(self) -> int:
-        """Ranks that take work."""
-        return sum(life.state in (State.LIVE, State.STALLED) for life in self.lives)
 
     def when_live(self, count: int) -> concurrent.futures.Future[None]:
         """A future that is done once `count` ranks take work, or fails with `Closed`."""
@@ -343,7 +341,9 @@ class Loop:
     # ---------------------------------------------------------- waiting for ranks
 
     def _tell_waiters(self) -> None:
-        live = self.live()
+        self.live = live = sum(life.state in (State.LIVE, State.STALLED) for life in self.lives)
+        known = [r.max_model_len for r in self.registrations if r is not None and r.max_model_len]
+        self.context_length = min(known) if known else None
         with self._lock:
             done = [future for count, future in self._waiters if count <= live]
             self._waiters = [
@@ -371,6 +371,7 @@ class Loop:
                     sockets.close()
                     self._directory.discard(rank, life.incarnation)
                 life.state = State.ABSENT
+            self.live = 0
             self.core.close(self._exiting)
         finally:
             self._context.destroy(0)

@@ -15,6 +15,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from smg.errors import Error
@@ -79,7 +80,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from None
         self.source = source
-        self._variables = dict(special_tokens or {})
+        self._variables = {**_ENVIRONMENT.globals, **(special_tokens or {})}
         # A template that looks at parts of a content wants them as they are; others want one text.
         self.wants_parts = (
             "content[" in source
@@ -103,7 +104,7 @@ class ChatTemplate:
         shown = list(messages) if self.wants_parts else [flattened(message) for message in messages]
         final = _final_text(shown) if continue_final_message else ""
         try:
-            text = self._template.render(
+            text = self._run(
                 {
                     **self._variables,
                     **variables,
@@ -121,6 +122,12 @@ class ChatTemplate:
         if len(text) > MAX_RENDERED:
             raise TemplateError(f"the chat template rendered more than {MAX_RENDERED} characters")
         return _cut_after(text, final) if continue_final_message else text
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        """`Template.render`, without what it does anew for every rendering: half its time for a short chat."""
+        template = self._template
+        context = Context(_ENVIRONMENT, variables, template.name, template.blocks)
+        return "".join(template.root_render_func(context))
 
 
 def flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:

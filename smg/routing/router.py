@@ -32,7 +32,7 @@ class Router:
 
     def choose(self) -> EngineGroup:
         """The group that the next request goes to. Raises NoRank when no rank of any group takes work."""
-        for group in self._order(self.groups):
+        for group in self.groups if len(self.groups) == 1 else self._order(self.groups):
             if group.live:
                 return group
         raise NoRank("no rank of any group is live; ask each group's `ranks` for their states")
