@@ -1,0 +1,125 @@
+"""A `Core` without its thread: real zmq sockets on both sides, pumped by the test itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgpack
+import zmq
+
+from smg import _fastpath
+from smg.engine.lifecycle import State
+from smg.protocol import handshake, tokenspeed
+
+LIVE = list(State).index(State.LIVE)
+DEAD = list(State).index(State.DEAD)
+_names = itertools.count()
+
+
+class Rank:
+    """One incarnation's sockets on both sides, and what the engine's side has received."""
+
+    def __init__(self, context, core, index, incarnation):
+        name = f"inproc://rank-{next(_names)}"
+        self.router = context.socket(zmq.ROUTER)
+        self.router.router_mandatory = 1
+        self.pull = context.socket(zmq.PULL)
+        self.pull.rcvhwm = 0
+        self.monitor = self.pull.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.router.bind(name + "-in")
+        self.pull.bind(name + "-out")
+        self.dealer = context.socket(zmq.DEALER)
+        self.dealer.identity = handshake.identity(index)
+        self.dealer.connect(name + "-in")
+        self.push = context.socket(zmq.PUSH)
+        self.push.connect(name + "-out")
+        self.dealer.send(b"registration")
+        self.adds: list[str] = []
+        self.aborts: list[str] = []
+        core.attach(index, incarnation, self.router, self.pull, self.monitor)
+
+    def read(self):
+        """Take what the router has sent."""
+        while self.dealer.poll(0):
+            kind, payload = self.dealer.recv_multipart()
+            if kind == tokenspeed.ADD:
+                self.adds.append(tokenspeed.decode_request(payload).rid)
+            else:
+                self.aborts += tokenspeed.decode_abort(payload)
+
+    def close(self):
+        self.pull.disable_monitor()
+        for socket in (self.monitor, self.router, self.pull, self.dealer, self.push):
+            socket.close(0)
+
+
+class Rig:
+    """A core with its ranks. `pump` moves everything that waits and returns the events it left."""
+
+    def __init__(self, ranks=2, max_inflight=0, stall_timeout=0.0):
+        self.context = zmq.Context()
+        self.core = _fastpath.Core(
+            ranks,
+            decode_cold=tokenspeed.decode_logprobs,
+            stall_timeout=stall_timeout,
+            max_inflight=max_inflight,
+        )
+        self.incarnations = [0] * ranks
+        self.ranks: list[Rank | None] = [None] * ranks
+        self.payload = tokenspeed.encode_add("0" * 24, [1, 2, 3])
+        for index in range(ranks):
+            self.attach(index)
+
+    def attach(self, index):
+        self.incarnations[index] += 1
+        self.ranks[index] = Rank(self.context, self.core, index, self.incarnations[index])
+        self.core.set_state(index, LIVE)
+        self.pump()
+
+    def bury(self, index):
+        """What the loop thread does once the pump has failed a rank."""
+        self.core.detach(index)
+        self.ranks[index].close()
+        self.ranks[index] = None
+        self.core.set_state(index, DEAD)
+
+    def pump(self):
+        events = []
+        while True:
+            self.core.run(0)
+            found = self.core.events()
+            if not found:
+                break
+            events += found
+        for rank in self.ranks:
+            if rank is not None:
+                rank.read()
+        return events
+
+    def submit(self, **options):
+        return self.core.submit(self.payload, tokenspeed.RID_OFFSET, **options)
+
+    def emit(self, index, rows, load=None):
+        """Send one frame of (rid, tokens, finish reason, completion tokens) rows from a rank."""
+        columns = [list(column) for column in zip(*rows, strict=True)] if rows else [[], [], [], []]
+        rids, tokens, reasons, completions = columns
+        tail = (index,) if load is None else (index, *load)
+        ones = [1] * len(rids)
+        self.ranks[index].push.send(
+            tokenspeed.encode_outputs(rids, tokens, reasons, ones, completions, ones, tail=tail)
+        )
+
+    def send(self, index, *frames):
+        self.ranks[index].push.send_multipart(frames)
+
+    def close(self):
+        for index, rank in enumerate(self.ranks):
+            if rank is not None:
+                self.bury(index)
+        self.core.stop()
+        self.core.close()
+        self.context.destroy(0)
+
+
+def unpack(payload):
+    return msgpack.unpackb(payload)
