@@ -1,0 +1,119 @@
+"""What a process cost, as the operating system accounts for it, and how a table of it looks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+_CPUCLOCK_SCHED = 2  # <linux/posix-timers.h>: the clock that counts what the scheduler gave a process
+
+
+def process_cpu(pid: int) -> float:
+    """CPU seconds that a process has used: user and system, all its threads, those that ended too."""
+    return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+
+
+def tree_cpu(pid: int) -> float:
+    """`process_cpu` of a process and its children."""
+    return sum(process_cpu(each) for each in tree(pid))
+
+
+def tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for parent in found:
+        try:
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as children:
+                    found += map(int, children.read().split())
+        except OSError:
+            pass  # it ended meanwhile
+    return found
+
+
+def thread_cpu(pid: int) -> dict[str, float]:
+    """CPU seconds by thread name."""
+    seconds: dict[str, float] = {}
+    for each in tree(pid):
+        for task in os.listdir(f"/proc/{each}/task"):
+            try:
+                with (
+                    open(f"/proc/{each}/task/{task}/schedstat") as stat,
+                    open(f"/proc/{each}/task/{task}/comm") as name,
+                ):
+                    key = name.read().strip()
+                    seconds[key] = seconds.get(key, 0.0) + int(stat.read().split()[0]) / 1e9
+            except OSError:
+                pass
+    return seconds
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory of a process and its children, in MB of 10**6 bytes."""
+    total = 0
+    for each in tree(pid):
+        with open(f"/proc/{each}/statm") as statm:
+            total += int(statm.read().split()[1])
+    return total * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie; nan for none."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def figure(values: Iterable[float], digits: int = 2) -> str:
+    """Median and range of what several repeats gave."""
+    values = list(values)
+    if not values:
+        return "–"
+    middle = f"{statistics.median(values):.{digits}f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def ratio(values: Sequence[float], rivals: Sequence[float]) -> float:
+    """Ratio of the medians."""
+    if not values or not rivals:
+        return float("nan")
+    return statistics.median(values) / statistics.median(rivals)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """One line on where this ran, including how busy it was with other things."""
+    model = "unknown CPU"
+    with open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} CPUs, {platform.system()} {platform.release().split('-')[0]}, "
+        f"load before the run {os.getloadavg()[0]:.1f}"
+    )
+
+
+def versions(*names: str) -> str:
+    """Python's version and those of some distributions."""
+    parts = [f"{platform.python_implementation()} {platform.python_version()}"]
+    for name in names:
+        try:
+            parts.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            pass
+    return ", ".join(parts)

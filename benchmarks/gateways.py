@@ -1,0 +1,138 @@
+"""Both gateways as processes: started with the same flags, on simulated ranks of their own, and accounted for."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import accounting
+from benchmarks.simulator import Simulator
+from smg.protocol import addresses
+
+RIVAL = "smg==1.13.0"
+ROOT = Path(__file__).resolve().parents[1]
+READY_TIMEOUT = 90.0  # seconds; the Rust gateway binds its handshake port on a health probe
+
+
+def rival_python(environment: Path) -> str:
+    """The interpreter of an environment that has the Rust gateway, made when it is missing."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        print(f"installing {RIVAL} in {environment}", file=sys.stderr)
+        venv.create(environment, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", RIVAL], check=True)
+    return str(python)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Gateway:
+    """One gateway and its ranks: `python -m smg launch` with this source tree's smg, or with `python`'s own."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        *,
+        python: str = sys.executable,
+        token_ids: Sequence[int],
+        rows: int,
+        columns: int,
+        ranks: int = 2,
+        wrapper: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.port = free_port()
+        self._directory = tempfile.mkdtemp(prefix="smg-bench-")  # 0700, as both gateways want it
+        url = f"ipc://{self._directory}/engine-31000"
+        self._log = open(f"{self._directory}/log", "w+b")  # noqa: SIM115  closed with the gateway
+        self._process = subprocess.Popen(
+            [
+                *wrapper, python, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(self.port),
+                "--worker-urls", url, "--backend", "tokenspeed", "--zmq-engine-count", str(ranks),
+                "--model-path", str(model), "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
+                "--log-level", "warn", "--health-check-interval-secs", "1",
+            ],
+            stdout=self._log,
+            stderr=self._log,
+            cwd="/",  # where no other smg is in reach
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            | ({"PYTHONPATH": str(ROOT)} if python == sys.executable else {}),
+        )  # fmt: skip
+        self.simulator: Simulator | None = None
+        try:
+            self.simulator = Simulator(
+                addresses.handshake_address(addresses.worker_path(url)),
+                ranks=ranks,
+                elements=14,
+                token_ids=token_ids,
+                rows=rows,
+                columns=columns,
+            )
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def cpu(self) -> float:
+        """CPU seconds so far, all threads and child processes."""
+        return accounting.tree_cpu(self.pid)
+
+    def rss_mb(self) -> float:
+        return accounting.rss_mb(self.pid)
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode("utf-8", "replace")
+
+    def _wait_ready(self) -> None:
+        until = time.monotonic() + READY_TIMEOUT
+        while True:
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{self.name} did not become ready:\n{self.log()[-3000:]}")
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+            try:
+                connection.request("GET", "/readiness")
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            finally:
+                connection.close()
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        self._process.terminate()
+        if self.simulator is not None:
+            self.simulator.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Gateway:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
