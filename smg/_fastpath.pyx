@@ -387,12 +387,8 @@ cdef class Core:
         self.pump.rare = 1
         signal_fd(self.table.wake_fd)
 
-    def close(self, bint quiet=False) -> None:
-        """End every request with `Closed` and tell every outlet. The pump must have stopped.
-
-        `quiet`: do not wake who waits. When the interpreter ends these are daemon threads, whose errors would only
-        be printed.
-        """
+    def close(self) -> None:
+        """End every request with `Closed` and tell every outlet. The pump must have stopped."""
         cdef uint32_t i
         if self.forks != FORKS:
             return
@@ -400,11 +396,8 @@ cdef class Core:
         self.table.closed = 1
         for i in range(self.table.rank_count):
             end_all(&self.table, i, CAUSE_CLOSED, 0)
-        if not quiet:
-            signal_outlets(&self.table)
+        signal_outlets(&self.table)
         pthread_mutex_unlock(&self.table.mutex)
-        if quiet:
-            return
         for outlet in list(self.outlets):   # one that has no stream is waited for, too
             (<Outlet>outlet).rouse()
         for _, outlet in list(self.loop_outlets.values()):

@@ -372,7 +372,8 @@ class Loop:
                     self._directory.discard(rank, life.incarnation)
                 life.state = State.ABSENT
             self.live = 0
-            self.core.close(self._exiting)
+            if not self._exiting:  # else who still reads is a daemon thread, whose error would only be printed
+                self.core.close()
         finally:
             self._context.destroy(0)
             self._directory.release()

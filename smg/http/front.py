@@ -161,7 +161,8 @@ class Front:
         """A body as what it asks of the engine. Long ones leave the loop meanwhile."""
         if len(body) <= INLINE_BYTES:
             return self.job(path, body)
-        return await self.off_loop(self.job, path, body)
+        job: Job = await self.off_loop(self.job, path, body)
+        return job
 
     async def off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do on the worker thread what may take long."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import msgpack
 import zmq
 
 from smg import _fastpath
@@ -119,7 +118,3 @@ class Rig:
         self.core.stop()
         self.core.close()
         self.context.destroy(0)
-
-
-def unpack(payload):
-    return msgpack.unpackb(payload)

@@ -55,15 +55,17 @@ class SlotTable(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "rig"):
             return
-        self.read_everything()
-        for request in self.all:
-            request.iterator = request.stream = None
-        self.outlet.close()
-        gc.collect()
-        allocated, free, live, ended = self.core.slots
-        assert (live, ended) == (0, 0)
-        assert allocated == free
-        self.rig.close()
+        try:
+            self.read_everything()
+            for request in self.all:
+                request.iterator = request.stream = None
+            self.outlet.close()
+            gc.collect()
+            allocated, free, live, ended = self.core.slots
+            assert (live, ended) == (0, 0)
+            assert allocated == free
+        finally:
+            self.rig.close()
 
     # ------------------------------------------------------------ the caller's side
 
