@@ -112,6 +112,7 @@ class OpenAIFields(Sampling, kw_only=True):
 
 class ChatRequest(OpenAIFields, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -272,18 +273,16 @@ def stop_strings(request: Sampling, limits: Limits) -> list[str]:
 def constraint(request: Sampling) -> dict[str, Any]:
     """The one constraint on the output's grammar, as `SamplingParams` fields."""
     found: dict[str, Any] = {}
-    for name in ("regex", "ebnf", "json_schema", "structural_tag"):
-        value = getattr(request, name)
-        if value:
-            found[name] = value
+    fields = [name for name in ("regex", "ebnf", "json_schema", "structural_tag") if getattr(request, name)]
+    for name in fields:
+        found[name] = getattr(request, name)
     wanted = request.response_format if isinstance(request, OpenAIFields) else None
     if wanted is not None and wanted.type != "text":
         name, value = _from_response_format(wanted)
-        if name in found:
-            raise invalid("response_format", f"response_format and {name} exclude each other")
         found[name] = value
-    if len(found) > 1:
-        raise invalid(next(iter(found)), f"Multiple constraints are not allowed: {', '.join(sorted(found))}")
+        fields.insert(0, "response_format")
+    if len(fields) > 1:
+        raise invalid(fields[0], f"Multiple constraints are not allowed: {', '.join(fields)}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Responses whose outputs are scripted: the real text and event code on a connection that keeps what it is sent."""
+"""Responses with scripted outputs: the real text and event code on a connection that keeps what it is sent."""
 
 from __future__ import annotations
 
