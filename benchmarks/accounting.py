@@ -35,23 +35,6 @@ def tree(pid: int) -> list[int]:
     return found
 
 
-def thread_cpu(pid: int) -> dict[str, float]:
-    """CPU seconds by thread name."""
-    seconds: dict[str, float] = {}
-    for each in tree(pid):
-        for task in os.listdir(f"/proc/{each}/task"):
-            try:
-                with (
-                    open(f"/proc/{each}/task/{task}/schedstat") as stat,
-                    open(f"/proc/{each}/task/{task}/comm") as name,
-                ):
-                    key = name.read().strip()
-                    seconds[key] = seconds.get(key, 0.0) + int(stat.read().split()[0]) / 1e9
-            except OSError:
-                pass
-    return seconds
-
-
 def rss_mb(pid: int) -> float:
     """Resident memory of a process and its children, in MB of 10**6 bytes."""
     total = 0

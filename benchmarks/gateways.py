@@ -14,7 +14,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import accounting
+from benchmarks import accounting, native
 from benchmarks.simulator import Simulator
 from smg.protocol import addresses
 
@@ -40,7 +40,36 @@ def free_port() -> int:
         return port
 
 
-class Gateway:
+class Server:
+    """A process that a client can be sent to. `simulator` has its ranks, where it has any."""
+
+    name: str
+    port: int
+    simulator: Simulator | None = None
+    _process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def cpu(self) -> float:
+        """CPU seconds so far, all threads and child processes."""
+        return accounting.tree_cpu(self.pid)
+
+    def rss_mb(self) -> float:
+        return accounting.rss_mb(self.pid)
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Gateway(Server):
     """One gateway and its ranks: `python -m smg launch` with this source tree's smg, or with `python`'s own."""
 
     def __init__(
@@ -73,7 +102,6 @@ class Gateway:
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             | ({"PYTHONPATH": str(ROOT)} if python == sys.executable else {}),
         )  # fmt: skip
-        self.simulator: Simulator | None = None
         try:
             self.simulator = Simulator(
                 addresses.handshake_address(addresses.worker_path(url)),
@@ -87,17 +115,6 @@ class Gateway:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def cpu(self) -> float:
-        """CPU seconds so far, all threads and child processes."""
-        return accounting.tree_cpu(self.pid)
-
-    def rss_mb(self) -> float:
-        return accounting.rss_mb(self.pid)
 
     def log(self) -> str:
         self._log.seek(0)
@@ -131,8 +148,20 @@ class Gateway:
         self._log.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def __enter__(self) -> Gateway:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+class Floor(Server):
+    """The C server that writes one ready-made event per stream and step: the kernel's share of every gateway."""
+
+    name = "write floor (C)"
+
+    def __init__(self, step_ms: float, tokens: int) -> None:
+        self.port = free_port()
+        self._process = subprocess.Popen(
+            [str(native.build("floor")), str(self.port), str(step_ms), str(tokens)], stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
