@@ -81,7 +81,7 @@ class Loop:
         self._noted: set[tuple[int, str]] = set()
         self._commands: list[Callable[[], None]] = []
         self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
-        # Guards _commands and _waiters. Re-entrant, since a collection within may run a dropped group's `stop`.
+        # Guards _commands and _waiters. Re-entrant: a collection within may run a dropped group's `stop`.
         self._lock = threading.RLock()
         self._closing = False
         self._exiting = False
