@@ -13,7 +13,8 @@ from smg._version import __version__
 
 require()
 
-from smg._fastpath import Outlet, Output, Stream  # noqa: E402  (after the check that it is there)
+from smg._outlets import Outlet, Output  # noqa: E402  (after the check that it is there)
+from smg._streams import Stream  # noqa: E402
 from smg.engine.group import EngineGroup, RankInfo  # noqa: E402
 from smg.errors import (  # noqa: E402
     Aborted,

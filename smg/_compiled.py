@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 
-MODULES = ("_codec", "_fastpath", "_sse", "_text")
+MODULES = ("_codec", "_fastpath", "_outlets", "_sse", "_streams", "_text")
 DISTRIBUTION = "smg-fastpath"
 
 

@@ -9,10 +9,11 @@ from libc.string cimport memcmp, memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read
 
+from smg._delivery cimport apply
 from smg._frame cimport Batch, Fault
 from smg._table cimport (
-    CAUSE_DIED, NIL, RANK_DEAD, RANK_LIVE, RANK_STALLED, SLOT_LIVE, TYPE_ADD, Message, Rank, Slot, Table, apply, dequeue,
-    end_all, end_expired, find, pthread_mutex_lock, pthread_mutex_unlock, signal_outlets, slot_at,
+    CAUSE_DIED, NIL, RANK_DEAD, RANK_LIVE, RANK_STALLED, SLOT_LIVE, TYPE_ADD, Message, Rank, Slot, Table,
+    dequeue, end_all, end_expired, find, pthread_mutex_lock, pthread_mutex_unlock, signal_outlets, slot_at,
 )
 from smg._zmq cimport (
     EAGAIN, EHOSTUNREACH, EINTR, ZMQ_DONTWAIT, ZMQ_EVENT_ACCEPTED, ZMQ_EVENT_DISCONNECTED, ZMQ_EVENTS, ZMQ_POLLIN,

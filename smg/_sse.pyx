@@ -11,7 +11,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
-from smg._fastpath cimport Output
+from smg._outlets cimport Output
 from smg._text cimport Buffer, Detokenizer, buffer_append, buffer_free
 
 from smg.errors import Error

@@ -13,10 +13,11 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from smg import _fastpath
-from smg._fastpath import Outlet, Stream
+from smg._outlets import Outlet, new_outlet
+from smg._streams import Stream, submit
 from smg.engine import address
 from smg.engine.loop import Loop
-from smg.errors import InvalidRequest, NotReady
+from smg.errors import InvalidRank, InvalidRequest, NotReady
 from smg.protocol import addresses, tokenspeed
 from smg.sampling import SamplingParams
 
@@ -200,8 +201,8 @@ class EngineGroup:
             raise InvalidRequest("request_id", request_id, "text")
         if deadline is not None and not deadline > 0:
             raise InvalidRequest("deadline", deadline, "a number of seconds above 0")
-        if rank is not None and not 0 <= rank < self._ranks:
-            raise self._core.refusal(-2, rank)
+        if rank is not None:
+            self._check_rank(rank)
         if priority and not self._protocol.HAS_PRIORITY:
             raise InvalidRequest("priority", priority, f"0: {self.backend} has no priorities")
         suffix = ""
@@ -213,7 +214,8 @@ class EngineGroup:
             _DEFAULTS if params is None else params,
             context_length=self._loop.context_length,
         )
-        return self._core.submit(
+        return submit(
+            self._core,
             payload,
             self._protocol.RID_OFFSET,
             request_id=request_id,
@@ -225,13 +227,16 @@ class EngineGroup:
 
     def outlet(self) -> Outlet:
         """An outlet of the caller's own: one place where the outputs of many streams become ready."""
-        return self._core.outlet()
+        return new_outlet(self._core)
 
     def drain(self, rank: int) -> None:
         """Give `rank` nothing new; when its requests have ended it is let go and may be restarted."""
-        if not 0 <= rank < self._ranks:
-            raise self._core.refusal(-2, rank)
+        self._check_rank(rank)
         self._loop.drain(rank)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._ranks:
+            raise InvalidRank(f"rank {rank} is not one of 0..{self._ranks - 1}")
 
     # ---------------------------------------------------------- what it knows
 

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smg._fastpath import Outlet, Stream
+from smg._outlets import Outlet
 from smg._sse import drain
+from smg._streams import Stream
 from smg.engine.group import EngineGroup
 from smg.errors import InvalidRequest, NoRank, Overloaded
 from smg.http.admission import Admission

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smg._fastpath import Stream
+from smg._streams import Stream
 from smg.engine.group import EngineGroup
 from smg.errors import Closed, NoRank, Overloaded
 from smg.routing.policies import POLICIES

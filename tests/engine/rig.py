@@ -6,7 +6,7 @@ import itertools
 
 import zmq
 
-from smg import _fastpath
+from smg import _fastpath, _streams
 from smg.engine.lifecycle import State
 from smg.protocol import handshake, tokenspeed
 
@@ -96,7 +96,7 @@ class Rig:
         return events
 
     def submit(self, **options):
-        return self.core.submit(self.payload, tokenspeed.RID_OFFSET, **options)
+        return _streams.submit(self.core, self.payload, tokenspeed.RID_OFFSET, **options)
 
     def emit(self, index, rows, load=None):
         """Send one frame of (rid, tokens, finish reason, completion tokens) rows from a rank."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 import smg
+from smg._outlets import new_outlet
 from tests.engine.rig import Rig
 
 RANKS = 3
@@ -45,7 +46,7 @@ class SlotTable(RuleBasedStateMachine):
     def start(self):
         self.rig = Rig(RANKS, max_inflight=LIMIT)
         self.core = self.rig.core
-        self.outlet = self.core.outlet()
+        self.outlet = new_outlet(self.core)
         self.all: list[Request] = []
         self.dead: set[int] = set()
         self.late = [0] * RANKS
@@ -169,7 +170,7 @@ class SlotTable(RuleBasedStateMachine):
             if request.outlet and not request.told:
                 request.end = request.end or "dropped"
                 request.wanted, request.told = False, True
-        self.outlet = self.core.outlet()
+        self.outlet = new_outlet(self.core)
 
     def got(self, request, out):
         assert not request.told

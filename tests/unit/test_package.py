@@ -29,8 +29,11 @@ LAYERS = [
     ["sampling", "_decoded", "_spelling"],
     ["_msgpack", "_frame", "_zmq", "_stops"],
     ["_batch", "_table"],
-    ["_tokenspeed", "_vllm", "_sglang", "_pump"],
+    ["_tokenspeed", "_vllm", "_sglang", "_choice", "_delivery"],
+    ["_pump"],
     ["_codec", "_fastpath"],
+    ["_outlets"],
+    ["_streams"],
     ["_text"],
     ["_sse"],
     ["protocol"],
@@ -38,6 +41,7 @@ LAYERS = [
     ["routing"],
     [""],  # smg itself, whose names the layers above may use
     ["http", "serve", "bench"],
+    ["demo"],
     ["cli"],
     ["__main__"],
 ]
