@@ -43,7 +43,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class JsonSchema(Struct, kw_only=True):
-    schema: Raw | None = None
+    schema: Raw = msgspec.field(default_factory=Raw)
     name: str | None = None
     strict: bool | None = None
 
@@ -290,9 +290,10 @@ def _from_response_format(wanted: ResponseFormat) -> tuple[str, str]:
     if wanted.type == "json_object":
         return "json_schema", '{"type":"object"}'
     if wanted.type == "json_schema":
-        if wanted.json_schema is None or wanted.json_schema.schema is None:
+        schema = bytes(wanted.json_schema.schema) if wanted.json_schema is not None else b""
+        if schema in (b"", b"null"):
             raise invalid("response_format.json_schema", "response_format.json_schema.schema is missing")
-        return "json_schema", bytes(wanted.json_schema.schema).decode()
+        return "json_schema", schema.decode()
     if wanted.type == "structural_tag":
         given = {name: getattr(wanted, name) for name in ("structures", "triggers", "format")}
         tag = {"type": "structural_tag"} | {name: value for name, value in given.items() if value is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,12 @@ from aiohttp import web
 from smg._sse import Wire
 from smg.errors import AddressError
 from smg.http.errors import ApiError
+from smg.http.plain import PlainRequest, recognise
 
 BACKLOG = 4096
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+LINGER = 2.0  # seconds that the rest of a refused body is read, so that the client sees the refusal
+HELD_BYTES = 1 << 18  # of early next requests, before the client is read no further
+Handler = Callable[[Any], Awaitable[web.StreamResponse]]  # of a web.BaseRequest or PlainRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,9 @@ class Connection(web.RequestHandler):
         self.wire: Wire | None = None
         self._server = manager
         self._late: asyncio.TimerHandle | None = None
+        self._parsed = not manager.plain_paths  # aiohttp has got this connection
+        self._plain: asyncio.Task[None] | None = None  # answers a request that aiohttp has not seen
+        self._held = b""  # what came meanwhile
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._server.open_connections += 1
@@ -48,7 +54,42 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._server.open_connections -= 1
         self.head_received()
+        if self._plain is not None:
+            self._plain.cancel()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._parsed:
+            super().data_received(data)
+        elif self._plain is not None:
+            self._held += data
+            if len(self._held) > HELD_BYTES:
+                self.transport.pause_reading()  # type: ignore[union-attr]
+        else:
+            request = recognise(data, self._server.plain_paths, self._server.limits.body_bytes, self)
+            if request is None:
+                self._parsed = True
+                super().data_received(data)
+            else:
+                self.head_received()
+                self._plain = self._server.loop.create_task(self._answer(request))
+
+    async def _answer(self, request: PlainRequest) -> None:
+        try:
+            response = await self._server.answer(request)
+            transport = self.transport
+            if transport is None:
+                return
+            if not response.keep_alive:
+                transport.close()
+                return
+            self._late = self._server.loop.call_later(self._server.limits.idle_timeout, transport.close)
+        finally:
+            self._plain = None
+        if self._held:
+            held, self._held = self._held, b""
+            transport.resume_reading()
+            self.data_received(held)
 
     def head_received(self) -> None:
         if self._late is not None:
@@ -85,18 +126,22 @@ class Connection(web.RequestHandler):
 class Server(web.Server):
     """Makes a `Connection` for every client. A handler is cancelled when its client leaves."""
 
-    def __init__(self, handler: Handler, limits: ConnectionLimits) -> None:
+    def __init__(self, handler: Handler, limits: ConnectionLimits, plain_paths: Container[str] = ()) -> None:
         super().__init__(
             handler,
             request_factory=self._request,
             handler_cancellation=True,
             keepalive_timeout=limits.idle_timeout,
             access_log=None,
+            lingering_time=LINGER,
             max_line_size=limits.header_bytes,
             max_field_size=limits.header_bytes,
             max_headers=limits.header_lines,
         )
+        self.answer = handler
         self.limits = limits
+        self.plain_paths = plain_paths  # plain requests to these need not be parsed by aiohttp
+        self.loop = asyncio.get_running_loop()
         self.open_connections = 0
 
     def __call__(self) -> web.RequestHandler:
@@ -111,7 +156,7 @@ class Server(web.Server):
         )
 
 
-async def read_body(request: web.BaseRequest, timeout: float) -> bytes:
+async def read_body(request: web.BaseRequest | PlainRequest, timeout: float) -> bytes:
     """The whole body. Raises ApiError when it is too long, or not there in time."""
     expected = request.headers.get("Expect")
     if expected is not None:

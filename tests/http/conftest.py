@@ -79,7 +79,7 @@ class Served:
                 url,
                 ranks=ranks,
                 handshake_address=self.group.handshake_address,
-                **{"step_ms": 1.0, "record": True, "model_path": str(MODEL), **mock},
+                **{"step_ms": 1.0, "record": True, "no_sentinel": True, "model_path": str(MODEL), **mock},
             )
             self.mock.start()
             self.group.wait_ready(10)
@@ -149,8 +149,13 @@ class Served:
         finally:
             connection.close()
 
-    def dial(self, tls: ssl.SSLContext | None = None) -> Raw:
-        plain = socket.create_connection((self.host, self.port), timeout=20)
+    def dial(self, tls: ssl.SSLContext | None = None, window: int = 0) -> Raw:
+        """A bare connection. `window`: receive no more than about so many bytes before they are read."""
+        plain = socket.socket()
+        if window:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+        plain.settimeout(20)
+        plain.connect((self.host, self.port))
         return Raw(tls.wrap_socket(plain, server_hostname=self.host) if tls else plain)
 
 
