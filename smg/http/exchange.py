@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from smg.http.errors import ApiError
+from smg.http.plain import PlainRequest
 from smg.http.render import new_id
 
 REQUEST_ID_HEADERS = ("X-Request-Id", "X-Correlation-Id", "X-Trace-Id", "Request-Id")
@@ -61,7 +62,7 @@ class Exchange:
 
     __slots__ = ("arrived", "code", "extra", "http11", "keep_alive", "path", "request", "status")
 
-    def __init__(self, request: web.BaseRequest, path: str, extra: bytes = b"") -> None:
+    def __init__(self, request: web.BaseRequest | PlainRequest, path: str, extra: bytes = b"") -> None:
         self.request, self.path, self.extra = request, path, extra
         self.arrived = time.monotonic()
         self.http11 = request.version >= HttpVersion11

@@ -14,7 +14,7 @@ from smg.http import tokenizer
 from smg.http.app import App, MetricsApp
 from smg.http.errors import unavailable
 from smg.http.exchange import REQUEST_ID_HEADERS
-from smg.http.front import Front, FrontOptions
+from smg.http.front import ENDPOINTS, Front, FrontOptions
 from smg.http.server import ConnectionLimits, Server, listen, tls_context
 from smg.routing.router import Router
 
@@ -106,7 +106,7 @@ class Service:
             request_id_headers=options.request_id_headers,
             limits=options.connection,
         )
-        server = Server(app.handle, options.connection)
+        server = Server(app.handle, options.connection, ENDPOINTS.keys())
         self.front.metrics.watch(server)
         self.port = await self._listen(server, options.host, options.port, tls)
         self.url = f"{'http' if tls is None else 'https'}://{_spelled(options.host)}:{self.port}"
