@@ -67,34 +67,32 @@ SENTENCES = [
 ]
 REPEAT = 40
 
+# Subscripts, since jinja2 tries an attribute first where a dot is written.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
-    {%- if messages and messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
+    {%- if messages and messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] + '\\n\\n' }}
+        {%- set messages = messages[1:] %}
     {%- endif %}
     {{- 'Functions you may call, one JSON object per line:' }}
     {%- for tool in tools %}
         {{- '\\n' + (tool | tojson) }}
     {%- endfor %}
-    {{- '\\nTo call one, answer with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.' }}
-    {{- '<|im_end|>\\n' }}
-{%- elif messages and messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {{- '\\nTo call one, answer with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-    {%- if message.role == 'system' and loop.first %}{% continue %}{% endif %}
-    {%- if message.role not in ['system', 'developer', 'user', 'assistant', 'tool'] %}
-        {{- raise_exception('Unknown role: ' + message.role) }}
+    {%- if message['role'] not in ('user', 'assistant', 'system', 'tool', 'developer') %}
+        {{- raise_exception('Unknown role: ' + message['role']) }}
     {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-    {%- for call in message.tool_calls or [] %}
-        {%- set call = call.function if call.function is defined else call %}
-        {{- '<tool_call>{"name": ' + (call.name | tojson) + ', "arguments": ' }}
-        {{- call.arguments if call.arguments is string else call.arguments | tojson }}
-        {{- '}</tool_call>' }}
-    {%- endfor %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+    {%- if 'tool_calls' in message and message['tool_calls'] %}
+        {%- for call in message['tool_calls'] %}
+            {{- '<tool_call>{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' }}
+            {{- (call['function']['arguments'] | tojson) + '}</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
