@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from aiohttp import web
 from conftest import CHAT, TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from smg.http.plain import recognise
-from smg.http.server import Connection
+from smg.http.server import ConnectionLimits
 
 PATHS = {CHAT, TEXT}
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
@@ -61,7 +62,7 @@ def test_a_plain_post_is_recognised_with_its_headers_and_body():
         b"",
         b"POST",
     ],
-    ids=range,
+    ids=lambda data: repr(data[:60]),
 )
 def test_anything_that_needs_interpretation_is_not(data):
     assert recognise(data, PATHS, 100, None) is None
@@ -84,10 +85,14 @@ def test_no_prefix_and_no_changed_byte_is_taken_for_another_request(data):
 def parsed(monkeypatch):
     """How often aiohttp's parser was given something."""
     calls = []
-    original = Connection.__mro__[1].data_received
-    monkeypatch.setattr(
-        Connection.__mro__[1], "data_received", lambda self, data: (calls.append(data), original(self, data))[1]
-    )
+    original = web.RequestHandler.data_received
+
+    def count(self, data):
+        if data:  # aiohttp also calls it itself, without any
+            calls.append(data)
+        original(self, data)
+
+    monkeypatch.setattr(web.RequestHandler, "data_received", count)
     return calls
 
 
@@ -146,8 +151,6 @@ def test_a_client_that_leaves_a_plain_request_aborts_it_once(serve, parsed):
 
 
 def test_an_idle_plain_connection_is_closed(serve, parsed):
-    from smg.http.server import ConnectionLimits
-
     served = serve(connection=ConnectionLimits(idle_timeout=0.15))
     with served.dial() as raw:
         raw.post(CHAT, BODY)
