@@ -72,6 +72,7 @@ class Connection(web.RequestHandler):
                 super().data_received(data)
             else:
                 self.head_received()
+                self.keep_alive(True)  # stops aiohttp's own clock, which knows nothing of this request
                 self._plain = self._server.loop.create_task(self._answer(request))
 
     async def _answer(self, request: PlainRequest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import http.client
 import json
 import socket
@@ -20,10 +21,13 @@ import pytest
 import uvloop
 from scripted import MODEL
 
+from smg.http import tokenizer
 from smg.http.front import FrontOptions
 from smg.http.service import Service, ServiceOptions
 from smg.mock import Simulator
 
+# Reading the model takes longer than everything else a service does at its start.
+_model = tokenizer.load(str(MODEL))
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
@@ -200,6 +204,13 @@ class Raw:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _model_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "load", lambda *paths: copy.copy(_model))
+        yield
 
 
 @pytest.fixture

@@ -173,6 +173,15 @@ def test_an_idle_connection_is_closed(serve):
         raw.rest()
 
 
+@pytest.mark.parametrize("headers", [(), ("Connection: keep-alive",)], ids=["plain", "parsed"])
+def test_a_stream_may_last_longer_than_a_connection_may_idle(serve, headers):
+    served = serve(mock={"step_ms": 20}, connection=limits(idle_timeout=0.15, header_timeout=0.15))
+    with served.dial() as raw:
+        for turn in range(2):
+            raw.post(CHAT, STREAM | {"max_tokens": 20}, *headers)
+            raw.until(b"[DONE]", turn + 1)
+
+
 def test_a_slow_reader_gets_everything_and_holds_up_nobody(serve):
     served = serve(mock={"step_ms": 0, "hold": True})
 
