@@ -74,8 +74,10 @@ class ModelTokenizer:
         """
         try:
             return self._encode(text, add_special_tokens)
-        except (UnicodeEncodeError, TypeError):  # the one from fastokens, the other from tokenizers
-            raise InvalidRequest("prompt", text, "text without lone surrogates") from None
+        except Exception:  # of either encoder, a kind of its own
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise InvalidRequest("prompt", text, "text without lone surrogates") from None
+            raise
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -197,7 +199,7 @@ def _templates(
     else:
         found = settings.get("chat_template") or _json(directory / "chat_template.json").get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
         named.setdefault("default", next(iter(named.values()), None))
     else:
         named = {"default": found}
