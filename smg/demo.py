@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import shutil
 import signal
 import sys
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, ended)
+    # Ctrl-C goes to the ranks as well, and that they end then is no news.
+    logging.getLogger("smg").setLevel(logging.ERROR)
     try:
         import uvloop
 

@@ -62,7 +62,7 @@ def unavailable(code: str, message: str, retry_after: int = 1) -> ApiError:
 
 def _from_message(message: str) -> tuple[str | None, str]:
     """msgspec's "Expected `float` <= 2.0 - at `$.temperature`" as (field, sentence)."""
-    found = re.fullmatch(r"(.*?)(?: - at `(?:key in )?\$(.*)`)?", message, re.DOTALL)
+    found = re.fullmatch(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", message, re.DOTALL)
     what, path = (found[1], found[2]) if found else (message, None)
     param = path.lstrip(".") if path else None
     missing = re.search(r"missing required field `(.+?)`", what)
