@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import zmq
 import zmq.backend.cython._zmq as pyzmq
 
 from benchmarks import native
+from smg.engine.group import EngineGroup
 from smg.protocol import handshake
 
 TOTALS = ("adds", "aborts", "frames", "tokens", "undecodable")
@@ -110,6 +112,20 @@ class Simulator:
         self.close()
 
 
+@contextmanager
+def group_with_ranks(ranks: int = 1, **options: Any) -> Iterator[tuple[EngineGroup, Simulator]]:
+    """A group in this process, its sockets in a directory of its own, and ranks that are live."""
+    with tempfile.TemporaryDirectory(prefix="smg-bench-") as directory:
+        url = f"ipc://{directory}/engine"
+        with (
+            EngineGroup(url, backend="tokenspeed", ranks=ranks, handshake_address="tcp://127.0.0.1:0") as group,
+            Simulator(group.handshake_address, ranks=ranks, **options) as simulator,
+        ):
+            group.wait_ready(30)
+            yield group, simulator
+            group.close()  # before the ranks, so that it does not report their deaths
+
+
 # -------------------------------------------------------------- the process
 
 
@@ -128,7 +144,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _dial(context: zmq.Context[Any], address: str, ranks: int) -> list[tuple[Any, Any]]:
+def dial(context: zmq.Context[Any], address: str, ranks: int) -> list[tuple[Any, Any]]:
     """The handshake of every rank, as TokenSpeed's: (input, output) sockets."""
     dealers = []
     for index in range(ranks):
@@ -205,7 +221,7 @@ def main() -> None:
         giving.connect(options["address"])
         sockets = [(None, giving)]
     else:
-        sockets = _dial(context, options["address"], options["ranks"])
+        sockets = dial(context, options["address"], options["ranks"])
     for index, (taking, giving) in enumerate(sockets):
         taken = (None, -1) if taking is None else (taking.underlying, taking.fileno())
         library.engine_rank(engine, index, *taken, giving.underlying)
