@@ -83,10 +83,10 @@ class Stopping:
 
 def stopping(request: Sampling, model: ModelTokenizer, limits: Limits) -> Stopping:
     """Stop strings are found here; one that is a single token also stops the engine by itself."""
-    wanted = stop_strings(request, limits)
     own = request.stop_token_ids
-    if not wanted and not own:
+    if request.stop in (None, []) and not own:
         return _NOTHING if request.ignore_eos else Stopping(None, [], model.end_ids)
+    wanted = stop_strings(request, limits)
     ends = {} if request.ignore_eos else dict(model.end_ids)
     stops = None
     if wanted:

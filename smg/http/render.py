@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-import string
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,10 @@ encode = msgspec.json.Encoder().encode
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; what OpenAI sends for one
 
-_ALPHABET = string.ascii_letters + string.digits
-
 
 def new_id(prefix: str) -> str:
-    """`prefix` and 24 random letters and digits."""
-    return prefix + "".join([_ALPHABET[byte % 62] for byte in secrets.token_bytes(24)])
+    """`prefix` and 24 random hex digits."""
+    return prefix + os.urandom(12).hex()
 
 
 def usage_counts(choices: Sequence[Choice], n: int) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ refused raises `ApiError` or `msgspec.ValidationError` with the field's name.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -230,7 +231,7 @@ class Decoder:
         self._decode = msgspec.json.Decoder(kind).decode
         self._keys = msgspec.json.Decoder(dict[str, Raw]).decode
         self._known = frozenset(kind.__struct_fields__)
-        self._refused = tuple(name for name in kind.__struct_fields__ if name in REFUSED)
+        self._refused = frozenset(name for name in kind.__struct_fields__ if name in REFUSED)
         self._depth = limits.json_depth
         self._unknown = unknown
 
@@ -238,15 +239,18 @@ class Decoder:
         if body.count(b"[") + body.count(b"{") > self._depth and json_depth(body) > self._depth:
             raise ApiError(400, "json_too_deep", f"the body nests deeper than {self._depth} levels")
         request = self._decode(body)
-        for name in self._keys(body).keys() - self._known:
-            # Bounded, since the names are the clients' own.
-            self._unknown[name if name in self._unknown or len(self._unknown) < 100 else "other"] += 1
-        refuse(request, self._refused)
+        keys = self._keys(body)
+        if not self._known.issuperset(keys):
+            for name in keys.keys() - self._known:
+                # Bounded, since the names are the clients' own.
+                self._unknown[name if name in self._unknown or len(self._unknown) < 100 else "other"] += 1
+        if not self._refused.isdisjoint(keys):
+            refuse(request, self._refused.intersection(keys))
         return request
 
 
-def refuse(request: Struct, names: tuple[str, ...]) -> None:
-    """Raise for the first of `names` that asks for something."""
+def refuse(request: Struct, names: Iterable[str]) -> None:
+    """Raise for one of `names` that asks for something."""
     for name in names:
         value = getattr(request, name)
         if value and value not in HARMLESS.get(name, ()):
