@@ -1,15 +1,15 @@
 # The parts of a Batch's life that every compiled decoder shares: memory, faults, wire ids, reasons.
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memcmp, memset
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcmp, memcpy, memset
 
 from smg._frame cimport FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_OTHER, \
-    FINISH_REPETITION, FINISH_STOP, Batch, Fault, Row
+    FINISH_REPETITION, FINISH_STOP, WAVE_NONE, Batch, Cold, Extra, Fault, Part, RequestId, Row
 from smg._msgpack cimport BAD_TEXT, NEGATIVE, OVER_RANGE, TOO_DEEP, WRONG_TYPE, Cursor, load_u64
 
 
-# Memory. A decoder asks for rows and tokens only when the bytes that are left in the frame can hold them.
+# Memory. A decoder asks for room only for what the bytes that are left in the frame can hold.
 
 cdef inline void batch_init(Batch *batch) noexcept nogil:
     memset(batch, 0, sizeof(Batch))
@@ -18,13 +18,25 @@ cdef inline void batch_init(Batch *batch) noexcept nogil:
 cdef inline void batch_free(Batch *batch) noexcept nogil:
     free(batch.rows)
     free(batch.tokens)
+    free(batch.extras)
+    free(batch.colds)
+    free(batch.finished)
     batch_init(batch)
 
 
 cdef inline void batch_clear(Batch *batch) noexcept nogil:
-    """Empty, with the memory kept for the next frame."""
+    """Empty, with the memory kept for the next message."""
     batch.row_count = 0
     batch.token_count = 0
+    batch.extra_count = 0
+    batch.cold_count = 0
+    batch.finished_count = 0
+    batch.deltas = False
+    batch.wave = WAVE_NONE
+    batch.wave_number = 0
+    batch.utility_call = 0
+    batch.utility.start = batch.utility.size = 0
+    batch.weight_version.start = batch.weight_version.size = 0
     batch.has_engine_index = False
     batch.has_load = False
     batch.engine_index = 0
@@ -34,11 +46,11 @@ cdef inline void batch_clear(Batch *batch) noexcept nogil:
 
 
 cdef inline bint reserve_rows(Batch *batch, uint32_t count) noexcept nogil:
-    """Room for `count` rows and one at least, contents undefined; False when memory is out."""
+    """Room for `count` rows and one at least; False when memory is out. They hold old values, or zeros."""
     count = count or 1
     if count > batch.row_capacity:
         free(batch.rows)
-        batch.rows = <Row *>malloc(count * sizeof(Row))
+        batch.rows = <Row *>calloc(count, sizeof(Row))
         batch.row_capacity = count if batch.rows != NULL else 0
     return count <= batch.row_capacity
 
@@ -50,6 +62,86 @@ cdef inline bint reserve_tokens(Batch *batch, uint32_t count) noexcept nogil:
         batch.tokens = <uint32_t *>malloc(count * sizeof(uint32_t))
         batch.token_capacity = count if batch.tokens != NULL else 0
     return count <= batch.token_capacity
+
+
+cdef inline bint make_room(void **items, uint32_t *capacity, uint32_t count, size_t size) noexcept nogil:
+    """Room for one more item after the first `count`, which are kept; False when memory is out."""
+    cdef void *grown
+    if count == capacity[0]:
+        grown = realloc(items[0], (2 * <size_t>count + 8) * size)
+        if grown == NULL:
+            return False
+        items[0] = grown
+        capacity[0] = 2 * count + 8
+    return True
+
+
+cdef inline Extra *extra_of(Batch *batch, uint32_t row) noexcept nogil:
+    """The extra of the row that is being read, a new one when it has none yet; NULL when memory is out."""
+    cdef Extra *extra
+    if batch.extra_count and batch.extras[batch.extra_count - 1].row == row:
+        return &batch.extras[batch.extra_count - 1]
+    if not make_room(<void **>&batch.extras, &batch.extra_capacity, batch.extra_count, sizeof(Extra)):
+        return NULL
+    extra = &batch.extras[batch.extra_count]
+    memset(extra, 0, sizeof(Extra))
+    extra.row = row
+    extra.first_cold = batch.cold_count
+    batch.extra_count += 1
+    return extra
+
+
+cdef inline Cold *new_cold(Batch *batch, uint32_t row) noexcept nogil:
+    """A cold entry of the row that is being read, contents undefined; NULL when memory is out."""
+    cdef Extra *extra = extra_of(batch, row)
+    if extra == NULL:
+        return NULL
+    if not make_room(<void **>&batch.colds, &batch.cold_capacity, batch.cold_count, sizeof(Cold)):
+        return NULL
+    extra.cold_count += 1
+    batch.cold_count += 1
+    return &batch.colds[batch.cold_count - 1]
+
+
+cdef inline bint reserve_finished(Batch *batch, uint32_t count) noexcept nogil:
+    """Room for `count` finished ids, contents undefined; False when memory is out."""
+    if count > batch.finished_capacity:
+        free(batch.finished)
+        batch.finished = <RequestId *>malloc(count * sizeof(RequestId))
+        batch.finished_capacity = count if batch.finished != NULL else 0
+    return count <= batch.finished_capacity
+
+
+# Cold entries outlive the message as a run of msgpack values: the kind as an integer, the value, and for each
+# of its arrays that is in a part of its own, that part as a bin.
+
+cdef enum:
+    COLD_KIND_BYTES = 1
+    BIN_HEADER_BYTES = 5
+
+
+cdef inline size_t cold_bytes(const Cold *cold, const Part *parts) noexcept nogil:
+    """What `write_cold` writes."""
+    cdef size_t total = COLD_KIND_BYTES + cold.value.size
+    cdef uint32_t i
+    for i in range(cold.aux_count):
+        total += BIN_HEADER_BYTES + parts[cold.aux[i]].size
+    return total
+
+
+cdef inline void write_cold(const Cold *cold, const Part *parts, uint8_t *at) noexcept nogil:
+    """`cold_bytes` bytes at `at`, from the parts of the message that was decoded."""
+    cdef const Part *part
+    cdef uint32_t i
+    at[0] = cold.kind
+    memcpy(at + COLD_KIND_BYTES, parts[0].data + cold.value.start, cold.value.size)
+    at += COLD_KIND_BYTES + cold.value.size
+    for i in range(cold.aux_count):
+        part = &parts[cold.aux[i]]
+        at[0], at[1], at[2] = 0xC6, <uint8_t>(part.size >> 24), <uint8_t>(part.size >> 16)
+        at[3], at[4] = <uint8_t>(part.size >> 8), <uint8_t>part.size
+        memcpy(at + BIN_HEADER_BYTES, part.data, part.size)
+        at += BIN_HEADER_BYTES + part.size
 
 
 # Faults. `what` is a format for Python's str.format with {found}, {expected} and {kind}, the name of the type

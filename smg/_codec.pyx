@@ -12,26 +12,45 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from operator import index as as_index
 
-from smg._batch cimport batch_free, batch_init, fault_parts
-from smg._frame cimport Batch, Row, Span
+from smg._batch cimport batch_free, batch_init, cold_bytes, fault_parts, write_cold
+from smg._frame cimport STOP_ID, STOP_TEXT, WAVE_COMPLETE, WAVE_NONE, Batch, Cold, Extra, Part, RequestId, \
+    Row, Span
 from smg._msgpack cimport WRONG_TYPE, Cursor, read_array, read_bin, read_bool, read_ext, read_float, \
     read_i64, read_map, read_text, read_u32, read_u64, read_valid_text, skip, take_nil
 from smg._tokenspeed cimport decode_slim
+from smg._vllm cimport decode_core
 
-from smg._decoded import DecodedBatch, DecodedRow, Load, WireId, fault_error
+from smg._decoded import DecodedBatch, DecodedOutput, DecodedOutputs, DecodedRow, Load, WireId, fault_error
 from smg.errors import InvalidRequest
 
-ctypedef int (*Decoder)(const uint8_t *frame, size_t size, Batch *batch) noexcept nogil
+ctypedef int (*Decoder)(const Part *parts, uint32_t part_count, Batch *batch) noexcept nogil
+ctypedef object (*Maker)(const Part *parts, const Batch *batch)
+
+FINISH_REASONS = ("", "stop", "length", "abort", "error", "repetition")
+
+
+cdef int decode_frame(const Part *parts, uint32_t part_count, Batch *batch) noexcept nogil:
+    return decode_slim(parts[0].data, parts[0].size, batch)
 
 
 def decode_tokenspeed(frame):
     """One `BatchTokenIDOutSlim` frame (any bytes-like object) as a `DecodedBatch`. Raises `DecodeError`."""
-    return decode_with(decode_slim, frame, False)
+    return decode_with(decode_frame, [frame], decoded_batch)
 
 
 def measure_tokenspeed(frame):
     """Bytes of scratch memory that decoding the frame takes when it starts with none, even if it fails."""
-    return decode_with(decode_slim, frame, True)
+    return decode_with(decode_frame, [frame], NULL)
+
+
+def decode_vllm(parts):
+    """One message of vLLM, its parts being bytes-like objects, as `DecodedOutputs`. Raises `DecodeError`."""
+    return decode_with(decode_core, parts, decoded_outputs)
+
+
+def measure_vllm(parts):
+    """As `measure_tokenspeed`, for vLLM."""
+    return decode_with(decode_core, parts, NULL)
 
 
 def read_value(str kind, data):
@@ -171,26 +190,55 @@ cdef inline uint8_t *put_u32(uint8_t *at, uint8_t lead, uint32_t value) noexcept
     return at + 5
 
 
-cdef object decode_with(Decoder decoder, frame, bint measure):
-    cdef Py_buffer view
+cdef object decode_with(Decoder decoder, given, Maker make):
+    """What `make` makes of the decoded message, or, without it, the bytes of scratch memory that it took."""
+    cdef Py_buffer *views
+    cdef Part *parts
     cdef Batch batch
+    cdef uint32_t count = 0
+    cdef uint32_t i
     cdef int status
-    PyObject_GetBuffer(frame, &view, PyBUF_SIMPLE)
+    cdef list frames = list(given)
+    if not frames:
+        raise ValueError("a message has one part at least")
+    views = <Py_buffer *>malloc(len(frames) * sizeof(Py_buffer))
+    parts = <Part *>malloc(len(frames) * sizeof(Part))
     batch_init(&batch)
     try:
+        if views == NULL or parts == NULL:
+            raise MemoryError
+        for frame in frames:
+            PyObject_GetBuffer(frame, &views[count], PyBUF_SIMPLE)
+            parts[count].data = <const uint8_t *>views[count].buf
+            parts[count].size = <size_t>views[count].len
+            count += 1
         with nogil:
-            status = decoder(<const uint8_t *>view.buf, <size_t>view.len, &batch)
-        if measure:
-            return batch.row_capacity * sizeof(Row) + batch.token_capacity * sizeof(uint32_t)
+            status = decoder(parts, count, &batch)
+        if make == NULL:
+            return scratch_bytes(&batch)
         if status < 0:
             raise fault_error(*fault_parts(&batch.fault))
-        return decoded_batch(<const uint8_t *>view.buf, &batch)
+        return make(parts, &batch)
     finally:
         batch_free(&batch)
-        PyBuffer_Release(&view)
+        for i in range(count):
+            PyBuffer_Release(&views[i])
+        free(views)
+        free(parts)
 
 
-cdef object decoded_batch(const uint8_t *frame, const Batch *batch):
+cdef size_t scratch_bytes(const Batch *batch):
+    return (
+        batch.row_capacity * sizeof(Row) + batch.token_capacity * sizeof(uint32_t)
+        + batch.extra_capacity * sizeof(Extra) + batch.cold_capacity * sizeof(Cold)
+        + batch.finished_capacity * sizeof(RequestId)
+    )
+
+
+# TokenSpeed
+
+cdef object decoded_batch(const Part *parts, const Batch *batch):
+    cdef const uint8_t *frame = parts.data
     cdef uint32_t i
     rows = [decoded_row(frame, batch, &batch.rows[i]) for i in range(batch.row_count)]
     load = Load(batch.running, batch.waiting, batch.kv_usage) if batch.has_load else None
@@ -212,8 +260,76 @@ cdef object decoded_row(const uint8_t *frame, const Batch *batch, const Row *row
     )
 
 
+# vLLM
+
+cdef object decoded_outputs(const Part *parts, const Batch *batch):
+    cdef const uint8_t *frame = parts.data
+    cdef const Extra *extra
+    cdef uint32_t i
+    cdef uint32_t next_extra = 0
+    rows = []
+    for i in range(batch.row_count):
+        extra = NULL
+        if next_extra < batch.extra_count and batch.extras[next_extra].row == i:
+            extra = &batch.extras[next_extra]
+            next_extra += 1
+        rows.append(decoded_output(parts, batch, &batch.rows[i], extra))
+    finished = [
+        (
+            span_text(frame, batch.finished[i].rid),
+            WireId(batch.finished[i].epoch, batch.finished[i].slot, batch.finished[i].generation)
+            if batch.finished[i].ours else None,
+        )
+        for i in range(batch.finished_count)
+    ]
+    waves = "complete" if batch.wave == WAVE_COMPLETE else "start"
+    return DecodedOutputs(
+        rows,
+        batch.engine_index if batch.has_engine_index else None,
+        Load(batch.running, batch.waiting, batch.kv_usage) if batch.has_load else None,
+        finished,
+        (batch.utility_call, span_bytes(frame, batch.utility)) if batch.utility.size else None,
+        (waves, batch.wave_number) if batch.wave != WAVE_NONE else None,
+        span_text(frame, batch.weight_version) if batch.weight_version.size else None,
+    )
+
+
+cdef object decoded_output(const Part *parts, const Batch *batch, const Row *row, const Extra *extra):
+    cdef uint32_t k
+    stop_reason = None
+    colds = []
+    if extra != NULL:
+        if extra.stop_kind == STOP_ID:
+            stop_reason = extra.stop_id
+        elif extra.stop_kind == STOP_TEXT:
+            stop_reason = span_text(parts.data, extra.stop_text)
+        colds = [cold_copy(&batch.colds[extra.first_cold + k], parts) for k in range(extra.cold_count)]
+    return DecodedOutput(
+        span_text(parts.data, row.rid),
+        WireId(row.epoch, row.slot, row.generation) if row.ours else None,
+        [batch.tokens[row.first_token + k] for k in range(row.token_count)],
+        FINISH_REASONS[row.finish],
+        stop_reason,
+        None if row.counts_absent else (row.prompt_tokens, row.cached_tokens),
+        colds,
+    )
+
+
+cdef bytes cold_copy(const Cold *cold, const Part *parts):
+    cdef size_t size = cold_bytes(cold, parts)
+    cdef bytes copy = PyBytes_FromStringAndSize(NULL, size)
+    write_cold(cold, parts, <uint8_t *><char *>copy)
+    return copy
+
+
+# Spans
+
+cdef bytes span_bytes(const uint8_t *frame, Span span):
+    return (<const char *>frame)[span.start:span.start + span.size]
+
+
 cdef str span_text(const uint8_t *frame, Span span):
-    return (<const char *>frame)[span.start:span.start + span.size].decode("utf-8")
+    return span_bytes(frame, span).decode("utf-8")
 
 
 cdef list span_floats(const uint8_t *frame, Span span):

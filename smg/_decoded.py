@@ -1,4 +1,4 @@
-"""What a decoded output frame is, in Python: the value that compiled and reference decoders both give.
+"""What a decoded output message is, in Python: the value that compiled and reference decoders both give.
 
 The running router never builds these; tests, tools and fuzzing compare them.
 """
@@ -56,6 +56,32 @@ class DecodedBatch:
     rows: list[DecodedRow]
     engine_index: int | None  # None when the frame does not say
     load: Load | None  # None when the frame brings no report
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedOutput:
+    """One request's part of a vLLM output message."""
+
+    rid: str
+    wire_id: WireId | None  # None when the id is not of the router's shape
+    token_ids: list[int]  # new ones
+    finish_reason: str  # "" while running
+    stop_reason: int | str | None
+    counts: tuple[int, int] | None  # prompt tokens and those of them that were cached; None = not said here
+    colds: list[bytes]  # each as `write_cold` in _batch.pxd writes it
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedOutputs:
+    """One vLLM output message."""
+
+    rows: list[DecodedOutput]
+    engine_index: int | None  # None when the message does not say
+    load: Load | None  # None when the message brings no report
+    finished: list[tuple[str, WireId | None]]  # ids that the engine is done with
+    utility: tuple[int, bytes] | None  # call id, and the whole reply as msgpack
+    wave: tuple[str, int] | None  # "complete" or "start", and which
+    weight_version: str | None
 
 
 def parse_wire_id(rid: str) -> WireId | None:
