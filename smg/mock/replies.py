@@ -21,14 +21,13 @@ _MASK64 = (1 << 64) - 1
 class Replies:
     """The ring, where replies start in it, and how long they are.
 
-    ring      token ids; a reply's token i is ring[(start + i) % len(ring)]
-    logprobs  parallel to ring: the logprob reported for that token
-    eos       id that ends a reply which ends by itself, or None
+    ring  token ids; a reply's token i is ring[(start + i) % size]
+    eos   id that ends a reply which ends by itself, or None
     """
 
     def __init__(
         self,
-        ring: Sequence[int],
+        ring: list[int],
         starts: Sequence[int],
         *,
         seed: int,
@@ -38,8 +37,6 @@ class Replies:
         self.ring = ring
         self.size = len(self.ring)
         self.eos = eos
-        # Multiples of 1/1024: float64 holds them exactly, so tests may compare with ==.
-        self.logprobs = [-((token * 2654435761 + place) % 4096) / 1024 for place, token in enumerate(self.ring)]
         self._starts = starts
         self._seed = seed
         self._lengths = lengths
@@ -57,11 +54,18 @@ class Replies:
 
     def window(self, start: int, begin: int, end: int) -> list[int]:
         """The tokens [begin, end) of the reply that starts at `start`."""
-        return _around(self.ring, start + begin, end - begin)
+        count = end - begin
+        first = (start + begin) % self.size
+        part = self.ring[first : first + count]
+        while len(part) < count:
+            part += self.ring[: count - len(part)]
+        return part
 
     def logprob_window(self, start: int, begin: int, end: int) -> list[float]:
-        """The logprobs of the same tokens."""
-        return _around(self.logprobs, start + begin, end - begin)
+        """The logprobs of the same tokens: made up, but always the same for the same reply and place."""
+        # Multiples of 1/1024: float64 holds them exactly, so tests may compare with ==.
+        tokens = self.window(start, begin, end)
+        return [-((token * 2654435761 + place) % 4096) / 1024 for place, token in enumerate(tokens, begin)]
 
     def first_of(self, start: int, wanted: Iterable[int], begin: int, end: int) -> int | None:
         """The first place in [begin, end) of a reply where one of the wanted ids stands, or None."""
@@ -71,15 +75,6 @@ class Replies:
         if wanted.isdisjoint(tokens):
             return None
         return next(begin + place for place, token in enumerate(tokens) if token in wanted)
-
-
-def _around(ring: list, begin: int, count: int) -> list:  # type: ignore[type-arg]
-    size = len(ring)
-    begin %= size
-    part = ring[begin : begin + count]
-    while len(part) < count:
-        part += ring[: count - len(part)]
-    return part
 
 
 def make_replies(settings: Settings) -> Replies:
@@ -102,7 +97,7 @@ def _ring(
 
 
 def _text_ring(model: Path, draw: Callable[[], float]) -> tuple[list[int], list[int]]:
-    """Paragraphs of `SENTENCES`. Each is tokenized whole, so a reply begins as text does, with no space before."""
+    """Paragraphs of `SENTENCES`, each tokenized whole: a reply begins as text does, with no space before."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

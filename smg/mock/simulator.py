@@ -67,7 +67,6 @@ class Simulator(Controls):
         self._listeners: list[Callable[[Event], None]] = [self.events.append]
         self._calls: deque[tuple[Message, Future[Any]]] = deque()
         self._faults = self.settings.faults  # each runs once its rank is live
-        self._now_live: deque[int] = deque()
         self._line = b""  # of stdin, begun
         self._stopping = False
         self._ended = False
@@ -176,8 +175,6 @@ class Simulator(Controls):
         now = time.monotonic()
         for rank in self._ranks.values():
             rank.advance(now)
-        while self._now_live:
-            self._run_faults(self._now_live.popleft())
 
     def _end(self) -> None:
         self._stopping = True
@@ -190,10 +187,10 @@ class Simulator(Controls):
             self._calls.popleft()[1].set_exception(SimulatorEnded("the simulator is closed"))
 
     def _report(self, event: str, **fields: Any) -> None:
-        if event == "live" and fields["incarnation"] == 1:
-            self._now_live.append(fields["rank"])
         for listener in self._listeners:
             listener({"event": event, **fields})
+        if event == "live" and fields["incarnation"] == 1:
+            self._run_faults(fields["rank"])  # before the rank reads its first request
 
     # Operations
 

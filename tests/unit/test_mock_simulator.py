@@ -598,9 +598,7 @@ def test_a_process_ends_when_its_owner_is_gone(frontend: Frontend) -> None:
         "sys.stdin.read()\n"
         "os._exit(0)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=with_package()
-    ) as holder:
+    with python("-c", owner, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         pid = int(holder.stdout.readline())
         assert holder.stdin is not None
@@ -619,9 +617,16 @@ def alive(pid: int) -> bool:
         return False
 
 
-def with_package() -> dict[str, str]:
+@contextlib.contextmanager
+def python(*argv: str, **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that finds the package under test, and does not outlive the test."""
     root = str(Path(smg.mock.__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    with subprocess.Popen([sys.executable, *argv], env={**os.environ, "PYTHONPATH": path}, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_process_that_cannot_start_says_so_at_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -635,26 +640,22 @@ def test_a_process_that_cannot_start_says_so_at_once(capfd: pytest.CaptureFixtur
 
 def test_the_command_line_runs_ranks_and_ends_on_a_signal(frontend: Frontend) -> None:
     argv = ["--worker-url=ipc:///nowhere/engine-0", f"--handshake-address={frontend.address}"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "smg.mock", *argv],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=with_package(),
-    ) as run:
+    with python("-m", "smg.mock", *argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
         frontend.admit(0)
         assert run.stderr is not None
-        said = [run.stderr.readline().decode() for _ in range(3)]
-        assert frontend.address in "".join(said)
-        assert "rank 0, incarnation 1: live" in "".join(said)
+        said = "".join(run.stderr.readline().decode() for _ in range(3))
+        assert frontend.address in said
+        assert "rank 0, incarnation 1: live" in said
         run.send_signal(signal.SIGINT)
         assert frontend.raw_output() == [DEAD]
         assert run.wait(10) == 0
 
 
 def test_the_command_line_ends_with_status_1_when_all_ranks_are_dead(frontend: Frontend) -> None:
-    argv = ["--worker-url=ipc:///nowhere/engine-0", f"--handshake-address={frontend.address}", "--fault=die"]
-    with subprocess.Popen([sys.executable, "-m", "smg.mock", *argv], env=with_package()) as run:
+    argv = ["--worker-url=ipc:///nowhere/engine-0", f"--handshake-address={frontend.address}"]
+    with python("-m", "smg.mock", *argv, "--fault=die after_adds=1") as run:
         frontend.admit(0)
+        frontend.add("a")
         assert run.wait(10) == 1
 
 
