@@ -13,7 +13,7 @@ cdef class Core:
     cdef int wake_read
     cdef object decode_cold
     cdef dict loop_outlets             # id(loop) -> (weak reference to the loop, Outlet)
-    cdef object outlets                # weak set of those that callers made
+    cdef dict outlets                  # id -> weak reference to an outlet that a caller made
     cdef object __weakref__
 
     cdef bint forked(self) noexcept

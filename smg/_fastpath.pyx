@@ -7,7 +7,6 @@ touches or releases a Python object with the mutex held.
 
 import ctypes
 import os
-import weakref
 
 import zmq.backend.cython._zmq as _pyzmq
 
@@ -128,7 +127,7 @@ cdef class Core:
         self.table.wake_fd = self.pump.wake_fd = self.pump.epoll_fd = -1
         self.decode_cold = decode_cold
         self.loop_outlets = {}
-        self.outlets = weakref.WeakSet()
+        self.outlets = {}
         pthread_mutex_init(&self.table.mutex, NULL)
         self.table.epoch = <uint32_t>int.from_bytes(os.urandom(4), "little")
         self.table.rank_count = ranks
@@ -319,13 +318,16 @@ cdef class Core:
             end_all(&self.table, i, CAUSE_CLOSED, 0)
         signal_outlets(&self.table)
         pthread_mutex_unlock(&self.table.mutex)
-        for outlet in list(self.outlets):   # one that has no stream is waited for, too
-            outlet.rouse()
+        for reference in list(self.outlets.values()):   # one that has no stream is waited for, too
+            outlet = reference()
+            if outlet is not None:
+                outlet.rouse()
         for _, outlet in list(self.loop_outlets.values()):
             outlet.part()
         self.loop_outlets.clear()
 
     # ------------------------------------------------------------ for everybody
+
     def snapshot(self, in_flight, load) -> None:
         """Fill two arrays of one element per rank: int64 in-flight, and the structured load of RANK_DTYPE."""
         cdef uint32_t i

@@ -500,7 +500,8 @@ def new_outlet(Core core not None) -> Outlet:
     core.usable()
     cdef Outlet made = Outlet.__new__(Outlet, core)
     made.data.eager = 1
-    core.outlets.add(made)
+    outlets, mine = core.outlets, id(made)
+    outlets[mine] = weakref.ref(made, lambda _: outlets.pop(mine, None))
     return made
 
 
