@@ -67,8 +67,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         import uvloop
 
+        from smg import check_distribution
         from smg.errors import Error
         from smg.mock import SimulatorEnded
+
+        check_distribution()
     except ImportError as exc:
         print(f"smg demo: {exc}; install the extra: pip install 'smg-fastpath[server]'", file=sys.stderr)
         return 1

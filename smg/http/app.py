@@ -19,12 +19,11 @@ from smg.http.exchange import REQUEST_ID_HEADERS, Exchange
 from smg.http.front import ENDPOINTS, Front, name_field
 from smg.http.metrics import CONTENT_TYPE as METRICS_TYPE
 from smg.http.openapi import document
-from smg.http.render import new_id
 from smg.http.server import ConnectionLimits, read_body
 
 log = logging.getLogger(__name__)
 
-PUBLIC = {"/health", "/liveness", "/readiness", "/v1/models", "/health_generate"}
+PUBLIC = {"/health", "/liveness", "/readiness", "/v1/models"}
 CLIENT_CLOSED = 499  # counted for a client that left before its answer
 
 Route = Callable[[Exchange], Awaitable[web.StreamResponse]]
@@ -60,6 +59,7 @@ class App:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
         exchange = Exchange(request, path if path in self._paths else "other")
+        exchange.identify(ENDPOINTS[path].id_prefix if path in ENDPOINTS else "req-", self._id_headers)
         try:
             if self._origins:
                 self._allow_origin(exchange)
@@ -125,7 +125,6 @@ class App:
 
     async def _complete(self, exchange: Exchange) -> web.StreamResponse:
         front, path = self.front, exchange.path
-        request_id, given = exchange.identify(ENDPOINTS[path].id_prefix, self._id_headers)
         body = await read_body(exchange.request, self.limits.body_timeout)
         front.check_takes_work()
         if not front.admission.enter():
@@ -134,8 +133,7 @@ class App:
             front.check_takes_work()
             job = await front.prepare(path, body)
             del body
-            response_id = new_id(request_id + "-") if given else request_id
-            completion = front.completion(path, job, exchange, response_id)
+            completion = front.completion(path, job, exchange)
             completion.start()
             try:
                 await completion.done

@@ -60,7 +60,9 @@ class Exchange:
     `extra` are header lines every answer to this request carries. `status` and `code` are what was answered.
     """
 
-    __slots__ = ("arrived", "code", "extra", "http11", "keep_alive", "path", "request", "status")
+    __slots__ = (
+        "arrived", "code", "extra", "given", "http11", "keep_alive", "path", "request", "request_id", "status",
+    )  # fmt: skip
 
     def __init__(self, request: web.BaseRequest | PlainRequest, path: str, extra: bytes = b"") -> None:
         self.request, self.path, self.extra = request, path, extra
@@ -68,18 +70,23 @@ class Exchange:
         self.http11 = request.version >= HttpVersion11
         self.keep_alive = request.keep_alive
         self.status, self.code = 0, ""
+        self.request_id, self.given = "", False
 
-    def identify(self, prefix: str, names: tuple[str, ...]) -> tuple[str, bool]:
-        """The request's id, the client's own (True) or a new one, which answers will echo."""
+    def identify(self, prefix: str, names: tuple[str, ...]) -> None:
+        """Take the request's id from one of those headers, or make one. Answers echo it."""
         headers = self.request.headers
         for name in names:
             given = headers.get(name)
             if given is not None and _usable_id(given):
-                self.extra += b"X-Request-Id: %b\r\n" % given.encode()
-                return given, True
-        made = new_id(prefix)
-        self.extra += b"X-Request-Id: %b\r\n" % made.encode()
-        return made, False
+                self.request_id, self.given = given, True
+                break
+        else:
+            self.request_id, self.given = new_id(prefix), False
+        self.extra += b"X-Request-Id: %b\r\n" % self.request_id.encode()
+
+    def answer_id(self) -> str:
+        """The id of what is answered: the request's own, made unique where a client chose it."""
+        return new_id(self.request_id + "-") if self.given else self.request_id
 
     def head(self, status: int, content_type: bytes, framing: bytes, more: bytes = b"") -> bytes:
         """Status line and headers. `framing`: a Content-Length or Transfer-Encoding line, or nothing."""

@@ -184,7 +184,7 @@ class Front:
                 param="model",
             )
 
-    def completion(self, path: str, job: Job, exchange: Exchange, response_id: str) -> Completion:
+    def completion(self, path: str, job: Job, exchange: Exchange) -> Completion:
         """A completion of `job`, not started yet."""
         endpoint = ENDPOINTS[path]
         for group in self.router.groups:
@@ -197,7 +197,7 @@ class Front:
                     "context_length_exceeded",
                 )
         timings = Timings(exchange.arrived) if self.options.response_timings else None
-        shape = endpoint.shape(job, job.rid or response_id, int(time.time()), self.model, timings)
+        shape = endpoint.shape(job, job.rid or exchange.answer_id(), int(time.time()), self.model, timings)
         return Completion(self, job, shape, exchange)
 
     def submit(self, job: Job, index: int, prompt: list[int]) -> Stream:

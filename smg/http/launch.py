@@ -152,8 +152,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         import uvloop
 
+        from smg import check_distribution
         from smg.errors import Error
 
+        check_distribution()
         options = service_options(args)
     except ImportError as exc:
         print(f"smg launch: {exc}; install the extra: pip install 'smg-fastpath[server]'", file=sys.stderr)

@@ -261,6 +261,8 @@ def test_an_id_is_made_where_there_is_none(served):
     assert first.headers["X-Request-Id"] == first.json["id"]
     assert first.json["id"] != second.json["id"]
     assert served.ask(GENERATE, {"text": "x"}).headers["X-Request-Id"].startswith("gnt-")
+    assert served.ask("/workers").headers["X-Request-Id"].startswith("req-")
+    assert served.chat(temperature=9).headers["X-Request-Id"].startswith("chatcmpl-")
 
 
 def test_a_header_that_is_no_id_is_not_echoed(served):
