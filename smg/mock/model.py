@@ -76,7 +76,7 @@ class Request:
 
     @property
     def streams_every_step(self) -> bool:
-        return self.interval <= 1 and not self.return_logprob
+        return self.interval <= 1
 
 
 @dataclass(slots=True)
@@ -109,6 +109,7 @@ class Engine:
         self._pages_active = 0
         self._page_phases = [0] * settings.page_size  # decoding requests by (prompt + base) mod page size
         self._planned = False  # a step is under way; pages for it are taken
+        self._timed = False  # it takes time, so the next one has a schedule to keep
         self._load = Load(0, 0, 0, settings.kv_pages)
         self._chunks: list[tuple[Request, int]] = []  # the planned step's prompt tokens
         self._by_rid: dict[str, Request] = {}
@@ -118,6 +119,7 @@ class Engine:
         self._events: dict[int, dict[Request, None]] = {}  # by tick, in order of filing
         # Parallel lists of the decoding requests that stream every step.
         self._steady: list[Request] = []
+        self._logprobs_wanted = 0  # by requests among them
         self._rids: list[str] = []
         self._bases: list[int] = []
         self._offsets: list[int] = []  # start + base: place in the ring at tick 0
@@ -174,8 +176,8 @@ class Engine:
         if self.due is None or now < self.due:
             return None
         begin = self.due
-        if now - begin > CATCH_UP:
-            self.counts.late_steps += self._planned
+        if now - begin > CATCH_UP or not self._timed:
+            self.counts.late_steps += self._planned and self._timed
             begin = now
         batch = None
         if self._planned:
@@ -248,6 +250,7 @@ class Engine:
             if settings.prefill_tps:
                 duration = max(duration, taken / settings.prefill_tps)
         self.due = begin + duration
+        self._timed = duration > 0
         self._planned = True
 
     def _admit(self) -> None:
@@ -337,10 +340,18 @@ class Engine:
             prompt_tokens=self._prompts.copy(),
             completion_tokens=[base + gained for base in self._bases],
             cached_tokens=self._cached.copy(),
-            logprobs=[[]] * count,
-            logprob_ids=[[]] * count,
+            logprobs=self._steady_logprobs(shift, gained) if self._logprobs_wanted else [[]] * count,
+            logprob_ids=(
+                [ids if r.return_logprob else [] for r, ids in zip(self._steady, tokens, strict=True)]
+                if self._logprobs_wanted
+                else [[]] * count
+            ),
             load=self._load,
         )
+
+    def _steady_logprobs(self, shift: int, gained: int) -> list[list[float]]:
+        window = self._replies.logprob_window
+        return [window(r.start, r.base + shift, r.base + gained) if r.return_logprob else [] for r in self._steady]
 
     def _settle(self, request: Request, rows: list[tuple[Request, int, int]]) -> None:
         """A decoding request's filed tick has come: its row, and its end or its next filing."""
@@ -372,6 +383,7 @@ class Engine:
         self._page_phases[(request.prompt_tokens + request.base) % self._page] += 1
         if request.streams_every_step:
             request.place = len(self._steady)
+            self._logprobs_wanted += request.return_logprob
             values = request, request.rid, request.base, request.start + request.base
             for column, value in zip(self._columns, (*values, request.prompt_tokens, request.cached), strict=True):
                 column.append(value)
@@ -446,6 +458,7 @@ class Engine:
         place = request.place
         self._steady[-1].place = place
         request.place = -1
+        self._logprobs_wanted -= request.return_logprob
         for column in self._columns:
             last = column.pop()
             if place < len(column):

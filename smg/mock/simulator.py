@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import math
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,6 +26,8 @@ from smg.mock.settings import Settings
 from smg.protocol import addresses
 
 Message = dict[str, Any]
+
+SELECTABLE = 1024  # FD_SETSIZE
 
 # Operations on a rank. A method of Rank says what each does, and its parameters are the message's keys.
 RANK_OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -167,8 +170,7 @@ class Simulator(Controls):
         """Sleep until something is due, and do it."""
         dues = [due for rank in self._ranks.values() if (due := rank.due()) is not None]
         timeout = max(0.0, min(dues) - time.monotonic()) if dues else None
-        # select() takes the timeout in microseconds, where poll() and epoll round it to milliseconds.
-        for descriptor in select.select(self._watch, (), (), timeout)[0]:
+        for descriptor in readable(self._watch, timeout):
             handler = self._watch.get(descriptor)
             if handler is not None:
                 handler()
@@ -277,6 +279,20 @@ class Simulator(Controls):
             return {"id": call, "result": self._execute(message)}
         except ValueError as error:
             return {"id": call, "error": str(error)}
+
+
+def readable(descriptors: Collection[int], timeout: float | None) -> list[int]:
+    """Which of these can be read, as soon as one can; none of them after the timeout in seconds.
+
+    select() keeps time to the microsecond, where poll() and epoll round to milliseconds, but it takes no
+    descriptor above 1023, which a process with many connections has.
+    """
+    if max(descriptors) < SELECTABLE:
+        return select.select(descriptors, (), (), timeout)[0]
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [ready for ready, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1000))]
 
 
 def operations() -> list[str]:

@@ -93,6 +93,15 @@ def test_a_long_stop_of_the_process_is_not_made_up_for_in_a_burst() -> None:
     assert engine.counts.late_steps == 1
 
 
+def test_steps_without_duration_have_no_schedule_to_fall_behind() -> None:
+    engine = engine_of(step_ms=0)
+    engine.add(request(max_tokens=10), 0.0)
+    for second in range(12):
+        engine.step(float(second))
+    assert engine.due is None
+    assert engine.counts.late_steps == 0
+
+
 def test_a_step_takes_its_base_time_and_something_for_each_decoding_request() -> None:
     engine = engine_of(step_ms=5, decode_per_req_ms=0.5)
     for rid in "abcd":

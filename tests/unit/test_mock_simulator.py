@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +23,7 @@ import zmq
 import smg.mock
 from smg.mock import Simulator, SimulatorEnded, SimulatorProcess
 from smg.mock.command import add_arguments, main
-from smg.mock.simulator import RANK_OPERATIONS, operations
+from smg.mock.simulator import RANK_OPERATIONS, operations, readable
 from smg.protocol import addresses, handshake
 
 TIMEOUT_MS = 10_000
@@ -633,6 +635,23 @@ def test_a_process_that_cannot_start_says_so_at_once(capfd: pytest.CaptureFixtur
     with pytest.raises(SimulatorEnded, match="status 2"):
         smg.mock.spawn("ipc:///nowhere/engine-0", model_path="/nowhere")
     assert "no tokenizer.json" in capfd.readouterr().err
+
+
+def test_descriptors_too_high_for_select_are_waited_for_all_the_same() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= 2000:
+        pytest.skip("this process may not have such descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2001), hard))
+    try:
+        low, writer = os.pipe()
+        high = fcntl.fcntl(low, fcntl.F_DUPFD, 2000)
+        assert readable([low, high], 0.001) == []
+        os.write(writer, b"x")
+        assert sorted(readable([low, high], None)) == [low, high]
+        for descriptor in (low, high, writer):
+            os.close(descriptor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # Command line
