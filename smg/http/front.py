@@ -197,7 +197,8 @@ class Front:
                     "context_length_exceeded",
                 )
         timings = Timings(exchange.arrived) if self.options.response_timings else None
-        shape = endpoint.shape(job, job.rid or exchange.answer_id(), int(time.time()), self.model, timings)
+        job.rid = job.rid or exchange.answer_id()
+        shape = endpoint.shape(job, job.rid, int(time.time()), self.model, timings)
         return Completion(self, job, shape, exchange)
 
     def submit(self, job: Job, index: int, prompt: list[int]) -> Stream:
