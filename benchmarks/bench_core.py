@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import frames
-from smg import _fastpath
+from smg._fastpath import Core
+from smg._outlets import Outlet, new_outlet
+from smg._streams import submit
 from smg.protocol import tokenspeed
 from smg.sampling import SamplingParams
 
@@ -20,13 +22,13 @@ LIVE = 2  # lifecycle.State's number
 BATCH = 50  # frames per call, so that the call itself does not count
 
 
-def live_core(requests: int) -> tuple[_fastpath.Core, _fastpath.Outlet, list[Any], bytes]:
+def live_core(requests: int) -> tuple[Core, Outlet, list[Any], bytes]:
     """A core with one live rank, its outlet, the running requests' streams and a step's frame for them."""
-    core = _fastpath.Core(1, decode_cold=None, stall_timeout=0, max_inflight=0)
+    core = Core(1, decode_cold=None, stall_timeout=0, max_inflight=0)
     core.set_state(0, LIVE)
-    outlet = core.outlet()
+    outlet = new_outlet(core)
     payload = tokenspeed.encode_add("0" * 24, [1, 2, 3], SamplingParams())
-    streams = [core.submit(payload, tokenspeed.RID_OFFSET, outlet=outlet) for _ in range(requests)]
+    streams = [submit(core, payload, tokenspeed.RID_OFFSET, outlet=outlet) for _ in range(requests)]
     frame = frames.encode([stream.request_id for stream in streams], range(1234, 1234 + requests))
     return core, outlet, streams, frame
 
@@ -79,7 +81,7 @@ def test_encode_and_submit(benchmark: Any, prompt: int) -> None:
     ids = list(range(1000, 1000 + prompt))
     params = SamplingParams(max_tokens=128, temperature=0.7)
 
-    def submit() -> Any:
-        return core.submit(tokenspeed.encode_add("0" * 24, ids, params), tokenspeed.RID_OFFSET, outlet=outlet)
+    def queue() -> Any:
+        return submit(core, tokenspeed.encode_add("0" * 24, ids, params), tokenspeed.RID_OFFSET, outlet=outlet)
 
-    benchmark.pedantic(submit, rounds=900)  # nothing sends: the queue holds 1,024
+    benchmark.pedantic(queue, rounds=900)  # nothing sends: the queue holds 1,024
