@@ -408,7 +408,10 @@ cdef class Choice:
             else:
                 self.fail(out)
         except Exception as exc:
-            self.fail(exc)
+            self.ended = False
+            self.abort()
+            # Also when it came from telling of the end: somebody waits for that.
+            self.owner.failed(self, exc)
 
     def feed(
         self, token_ids, finish_reason=None, stop_reason=None, logprobs=None, int64_t completion_tokens=-1

@@ -134,8 +134,8 @@ class App:
             job = await front.prepare(path, body)
             del body
             completion = front.completion(path, job, exchange)
-            completion.start()
             try:
+                completion.start()
                 await completion.done
             finally:
                 completion.close()

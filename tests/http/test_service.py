@@ -11,6 +11,7 @@ import pytest
 from conftest import CHAT, TEXT
 from test_edges import BODY, STREAM, wait_until
 
+from smg.http.chat import ChatShape
 from smg.http.errors import ApiError
 
 # ------------------------------------------------------------ who may ask
@@ -318,6 +319,25 @@ def test_an_unforeseen_failure_is_a_500_without_details(serve, caplog):
     assert "secret" not in answer.body.decode()
     assert "secret" in caplog.text
     assert served.text().status == 200
+
+
+@pytest.mark.parametrize("part", ["first", "last", "closing"])
+def test_an_unforeseen_failure_midway_ends_the_stream_with_an_error(serve, monkeypatch, caplog, part):
+    served = serve()
+
+    def broken(*args):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(ChatShape, part, broken)
+    length = 50000 if part == "first" else 8
+    answer = served.chat(stream=True, stream_options={"include_usage": True}, max_tokens=length)
+    monkeypatch.undo()
+    assert b'"code":"internal_error"' in answer.body
+    assert b"secret" not in answer.body
+    assert b"[DONE]" not in answer.body
+    assert answer.status == (500 if part == "first" else 200)
+    wait_until(lambda: served.group.requests == 0 and not served.front.active)
+    assert served.chat().status == 200
 
 
 def test_errors_keep_their_status_and_body():
