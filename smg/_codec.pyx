@@ -110,11 +110,12 @@ def read_value(str kind, data):
     return status, value if status == 0 else None, c.at - &view[0]
 
 
-def pack_token_ids(token_ids):
+def pack_token_ids(token_ids, int64_t below=UINT32_MAX + <int64_t>1):
     """A prompt as a msgpack array of integers.
 
     Takes a list, a tuple, any other iterable, or anything with `tolist` (numpy arrays, array.array). Raises
-    `InvalidRequest` naming the first element that is not an integer in 0..2**32-1; a bool is none.
+    `InvalidRequest` naming the first element that is not an integer of 0 or more and under `below`, which is
+    at most 2**32; a bool is none.
     """
     cdef tuple items = token_tuple(token_ids)
     cdef Py_ssize_t count = len(items)
@@ -140,8 +141,8 @@ def pack_token_ids(token_ids):
             if not PyLong_CheckExact(item):
                 item = plain_int(item)
             value = -1 if item is None else PyLong_AsLongLongAndOverflow(item, &overflow)
-            if value < 0 or value > UINT32_MAX:
-                allowed = f"token ids that are integers in 0..4294967295 (element {i} is not)"
+            if value < 0 or value >= below:
+                allowed = f"token ids that are integers in 0..{below - 1} (element {i} is not)"
                 raise InvalidRequest("prompt_token_ids", items[i], allowed)
             if value < 0x80:
                 at[0] = <uint8_t>value

@@ -13,11 +13,16 @@ import msgpack
 
 @dataclass(frozen=True)
 class Vector:
-    """One message. `expect` is "accept", "reject" or None, which means accept."""
+    """One message. `expect` is "accept", "reject" or None, which means accept.
+
+    `frame` is its payload, `aux` the parts after it, `version` the engine's.
+    """
 
     name: str
     kind: str
+    version: str
     frame: bytes
+    aux: tuple[bytes, ...]
     decoded: Any
     expect: str | None
 
@@ -33,7 +38,9 @@ def load(engine: str) -> tuple[Vector, ...]:
         Vector(
             name=entry["name"].removeprefix(f"{engine}."),
             kind=entry["kind"],
+            version=entry["version"],
             frame=bytes.fromhex(entry["hex"]),
+            aux=tuple(map(bytes.fromhex, entry.get("aux_hex", ()))),
             decoded=_unescaped(entry["decoded"]),
             expect=entry.get("expect"),
         )
