@@ -6,6 +6,7 @@ Dropping a handle queues an ABORT and no more, so a finaliser may do it anywhere
 import asyncio
 from asyncio import _get_running_loop
 
+from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint8_t, uint32_t
 from libc.stdlib cimport free, malloc
@@ -25,6 +26,16 @@ from smg._table cimport (
 
 from smg.errors import Closed, InvalidRank, NoRank, Overloaded
 
+cdef extern from *:
+    """
+    static void smg_set_send(PyTypeObject *type, int (*send)(PyObject *, PyObject *, PyObject **)) {
+        type->tp_as_async->am_send = (sendfunc)send;   // Cython has no spelling for this slot
+    }
+    """
+    void set_send "smg_set_send"(PyTypeObject *, int (*)(PyObject *, PyObject *, PyObject **) except? -1)
+    enum:
+        PYGEN_RETURN
+        PYGEN_NEXT
 
 def submit(Core core not None, bytes payload, uint32_t id_offset, *, request_id=None, int rank=-1, double deadline=0,
            Outlet outlet=None, str suffix="") -> Stream:
@@ -248,21 +259,44 @@ cdef class Step:
         pass
 
     def __next__(self):
-        cdef Record record = self.record
-        got = record.next_output()
-        if got is not None:
-            record.waiter = None
-            if isinstance(got, Output):
-                raise StopIteration(got)
+        cdef PyObject *result = NULL
+        if step_send(<PyObject *>self, NULL, &result) == PYGEN_NEXT:
+            return reclaim(result)
+        raise StopIteration(reclaim(result))
+
+
+cdef object reclaim(PyObject *owned):
+    """An object from a reference that this call takes over."""
+    made = <object>owned
+    Py_DECREF(made)
+    return made
+
+
+cdef int step_send(PyObject *step, PyObject *value, PyObject **result) except? -1:
+    """`Step.send`, as C code that awaits asks for it: without a StopIteration and its traceback for every output."""
+    cdef Record record = (<Step>step).record
+    result[0] = NULL
+    got = record.next_output()
+    if got is not None:
+        record.waiter = None
+        if not isinstance(got, Output):
             raise got
-        if record.waiter is not None and not record.waiter.done():
-            raise RuntimeError("this stream's next output is already awaited")
-        loop = record.loop()
-        if _get_running_loop() is not loop:
-            raise RuntimeError("this stream belongs to another loop")
-        record.waiter = loop.create_future()
-        record.waiter._asyncio_future_blocking = True
-        return record.waiter
+        Py_INCREF(got)
+        result[0] = <PyObject *>got
+        return PYGEN_RETURN
+    if record.waiter is not None and not record.waiter.done():
+        raise RuntimeError("this stream's next output is already awaited")
+    loop = record.loop()
+    if _get_running_loop() is not loop:
+        raise RuntimeError("this stream belongs to another loop")
+    waiter = record.waiter = loop.create_future()
+    waiter._asyncio_future_blocking = True
+    Py_INCREF(waiter)
+    result[0] = <PyObject *>waiter
+    return PYGEN_NEXT
+
+
+set_send(<PyTypeObject *>Step, step_send)
 
 
 @cython.final
