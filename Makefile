@@ -9,6 +9,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES_VENV ?= .venv-engines
 ARGS ?=
 
 run = $(VENV)/bin/python -m
@@ -31,8 +32,9 @@ pytest: $(VENV)/.test
 slow: $(VENV)/.test
 	$(call lane,slow)
 
-engines: $(VENV)/.test
-	$(call lane,engine)
+engines:
+	$(PYTHON) scripts/make_engines_env.py --path $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python -m pytest -m engine tests/engines $(ARGS)
 
 demo: $(VENV)/.server
 	$(run) smg demo
