@@ -398,8 +398,6 @@ class Rank:
         was = self.state
         for name in list(self._sockets):
             self._close(name, linger)
-        self._unsent.clear()
-        self._blocked = False
         self._postponed.clear()
         self._deadline = None
         if was in ("dialing", "live"):

@@ -185,6 +185,18 @@ def test_when_pages_run_out_the_newest_goes_back_and_loses_no_token() -> None:
     assert max(batch.load.kv_active_pages for _, batch in frames) <= 30
 
 
+def test_who_was_sent_back_comes_before_those_who_wait() -> None:
+    engine = engine_of(page_size=1, kv_pages=30, max_running=2)
+    for rid in "abc":
+        engine.add(request(rid, prompt=8, max_tokens=12), 0.0)
+    frames = [batch for _, batch in run(engine)]
+    assert engine.counts.preempted > 0
+    # The pages that b gave back would do for c, but c is not let past b.
+    first_of_c = next(place for place, batch in enumerate(frames) if "c" in batch.rids)
+    last_of_a = max(place for place, batch in enumerate(frames) if "a" in batch.rids)
+    assert first_of_c > last_of_a
+
+
 def test_a_prompt_the_cache_can_never_hold_is_refused() -> None:
     engine = engine_of(page_size=4, kv_pages=8)
     assert engine.holds(30)

@@ -221,6 +221,18 @@ def test_a_withheld_hello_keeps_the_rank_unknown(frontend: Frontend, start: Star
     mock.wait_live()
 
 
+def test_a_rank_that_died_in_its_handshake_has_nothing_to_proceed_with(frontend: Frontend, start: Start) -> None:
+    mock = start(admit=False, withhold=("registration",))
+    frontend.expect_status("HELLO", 0)
+    frontend.send_init(0)
+    frontend.expect_status("READY", 0)
+    mock.die(0)
+    mock.proceed(0)
+    assert mock.stats(0)["state"] == "dead"
+    mock.restart(0)
+    frontend.expect_status("HELLO", 0)
+
+
 def test_without_init_a_rank_gives_up_at_its_timeout(frontend: Frontend, start: Start) -> None:
     mock = start(admit=False, handshake_timeout=0.01)
     assert "0.01 s" in mock.wait_for("timeout", rank=0)["reason"]

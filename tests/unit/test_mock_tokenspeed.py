@@ -133,10 +133,8 @@ def engine_view(vector: dict[str, Any]) -> list[Any]:
     return vector.get("engine_view", [vector["decoded"]])[0]
 
 
-@pytest.mark.parametrize("vector", vectors("request_add"))
+@pytest.mark.parametrize("vector", [v for v in vectors("request_add") if "_mm_" not in v.id])  # no JSON form
 def test_every_captured_request_is_read_as_the_engine_reads_it(vector: dict[str, Any]) -> None:
-    if "mm" in vector["name"]:
-        pytest.skip("its tensors have no JSON form to compare with")
     request = decode_add(bytes.fromhex(vector["hex"]))
     normalize(request["sampling_params"], request["rid"])
     seen = engine_view(vector)
