@@ -8,7 +8,6 @@ import pytest
 
 from smg.http.requests import Limits
 
-
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 
 
