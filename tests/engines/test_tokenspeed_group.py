@@ -257,7 +257,7 @@ def test_ranks_that_dialed_before_the_router_was_there_are_served(make_group: Ma
     probe.close()
     rank = start_rank()
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    rank.tell("dial", host=host, port=int(port), index=0, first=0, max_model_len=4096)
+    rank.tell("dial", host=host, port=int(port), index=0, max_model_len=4096)
     with smg.EngineGroup(probe.url, backend="tokenspeed", handshake_address=address) as group:
         rank.next("dialed")
         group.wait_ready(PATIENCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import string
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,14 +234,16 @@ OWN = list(tokenspeed.FROM_EXTRA)
 
 @settings(max_examples=600)
 @given(
-    values=st.dictionaries(st.sampled_from(NAMES), ANYTHING, min_size=1, max_size=3),
+    values=st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=1),
     own=st.dictionaries(st.sampled_from(OWN), ANYTHING | st.dictionaries(TEXT, ANYTHING), max_size=1),
+    others=valid_params(),
 )
 def test_whatever_passes_our_validation_the_engine_accepts(
-    decoder: Rank, values: dict[str, Any], own: dict[str, Any]
+    decoder: Rank, values: dict[str, Any], own: dict[str, Any], others: SamplingParams
 ) -> None:
+    params = replace(others, **values, extra={"tokenspeed": {**others.extra["tokenspeed"], **own}})
     try:
-        payload = encode_add(RID, PROMPT, SamplingParams(**values, extra={"tokenspeed": own}))
+        payload = encode_add(RID, PROMPT, params)
     except InvalidRequest as refusal:
         event(f"refused: {refusal.field}")
         return

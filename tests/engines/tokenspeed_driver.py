@@ -75,10 +75,10 @@ class Rank:
     def tell(self, command: str, **arguments: Any) -> None:
         self.control.sendall(json.dumps({"do": command, **arguments}).encode() + b"\n")
 
-    def dial(self, group: smg.EngineGroup, index: int, *, first: int = 0, max_model_len: int = 4096) -> None:
+    def dial(self, group: smg.EngineGroup, index: int, *, max_model_len: int = 4096) -> None:
         """Begin to dial in as the rank with that index. The rank tells "dialed" once the router has answered."""
         host, _, port = group.handshake_address.removeprefix("tcp://").rpartition(":")
-        self.tell("dial", host=host, port=int(port), index=index, first=first, max_model_len=max_model_len)
+        self.tell("dial", host=host, port=int(port), index=index, max_model_len=max_model_len)
 
     def send(self, *rows: dict[str, Any], load: tuple[int, int, int, int] | None = None) -> None:
         """One step's outputs: `rid`, `tokens`, `completion` and what else `tokenspeed_rank.batch` reads.

@@ -79,7 +79,7 @@ class Rank:
             except zmq.ZMQError:
                 return
 
-    def dial(self, host: str, port: int, index: int, first: int, max_model_len: int) -> None:
+    def dial(self, host: str, port: int, index: int, max_model_len: int) -> None:
         """The engine's own start-up: HELLO, INIT, READY, registration, with what an event loop would report."""
         loop = SimpleNamespace(
             server_args=SimpleNamespace(
@@ -88,7 +88,7 @@ class Rank:
                 chunked_prefill_size=-1,
                 served_model_name="tiny",
                 model="/models/tiny",
-                zmq_engine_index=first,
+                zmq_engine_index=0,
                 enable_output_logprobs=True,
                 zmq_handshake_endpoint=lambda: f"tcp://{host}:{port}",
             ),
@@ -98,7 +98,7 @@ class Rank:
             world_size=2,
             dp_size=2,
             attn_tp_size=1,
-            dp_rank=index - first,
+            dp_rank=index,
             max_total_num_tokens=1024,
             supports_prompt_logprobs=False,
         )
