@@ -192,8 +192,6 @@ cdef class Stream:
         record.claimed = True
         iterator = StreamIterator.__new__(StreamIterator)
         iterator.stream = self
-        iterator.step = Step.__new__(Step)
-        iterator.step.record = record
         return iterator
 
     def blocking(self, timeout=None):
@@ -215,10 +213,14 @@ cdef class Stream:
 
 @cython.final
 cdef class StreamIterator:
-    """The one-use iterator of a stream. When it goes before the terminal output, the request is aborted."""
+    """The one-use iterator of a stream. When it goes before the terminal output, the request is aborted.
+
+    It is the awaitable of its own `__anext__`: one output is awaited at a time, and whoever awaits keeps the iterator.
+    What arrives is kept in the record until this object is resumed, so a wait that is cancelled loses nothing. It waits
+    on a plain future of the loop.
+    """
 
     cdef Stream stream
-    cdef Step step
 
     def __del__(self):
         self.stream.record.release()
@@ -227,18 +229,7 @@ cdef class StreamIterator:
         return self
 
     def __anext__(self):
-        return self.step
-
-
-@cython.final
-cdef class Step:
-    """The awaitable of `__anext__`: one per iterator, since one output is awaited at a time.
-
-    What arrives is kept in the record until this object is resumed, so a wait that is cancelled loses nothing. It
-    waits on a plain future of the loop.
-    """
-
-    cdef Record record
+        return self
 
     def __await__(self):
         return self
@@ -260,7 +251,7 @@ cdef class Step:
 
     def __next__(self):
         cdef PyObject *result = NULL
-        if step_send(<PyObject *>self, NULL, &result) == PYGEN_NEXT:
+        if send_next(<PyObject *>self, NULL, &result) == PYGEN_NEXT:
             return reclaim(result)
         raise StopIteration(reclaim(result))
 
@@ -272,9 +263,9 @@ cdef object reclaim(PyObject *owned):
     return made
 
 
-cdef int step_send(PyObject *step, PyObject *value, PyObject **result) except? -1:
-    """`Step.send`, as C code that awaits asks for it: without a StopIteration and its traceback for every output."""
-    cdef Record record = (<Step>step).record
+cdef int send_next(PyObject *iterator, PyObject *value, PyObject **result) except? -1:
+    """`send`, as C code that awaits asks for it: without a StopIteration and its traceback for every output."""
+    cdef Record record = (<StreamIterator>iterator).stream.record
     result[0] = NULL
     got = record.next_output()
     if got is not None:
@@ -296,7 +287,7 @@ cdef int step_send(PyObject *step, PyObject *value, PyObject **result) except? -
     return PYGEN_NEXT
 
 
-set_send(<PyTypeObject *>Step, step_send)
+set_send(<PyTypeObject *>StreamIterator, send_next)
 
 
 @cython.final
