@@ -49,6 +49,9 @@ SAMPLES = [
     "no<eos>pe",
 ]
 GPT2_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+# Byte -> character of that alphabet: Latin-1 stands for itself, the rest for the other bytes in their order.
+SPELLING = {ord(character): character for character in GPT2_ALPHABET if ord(character) < 0x100}
+SPELLING |= zip((byte for byte in range(256) if byte not in SPELLING), GPT2_ALPHABET[len(SPELLING) :], strict=True)
 
 
 def train(model: models.Model, trainer: trainers.Trainer, configure: Callable[[Tokenizer], None]) -> Tokenizer:
@@ -297,6 +300,33 @@ def test_an_invalid_run_is_one_replacement_per_byte(make: Callable[[], Tokenizer
     assert text_of(Detokenizer(table), [[token] for token in [*ids, after, *ids]]) == whole
 
 
+# Where UTF-8 changes its rules: continuation bytes, overlong forms, surrogates, past U+10FFFF.
+EDGES = bytes.fromhex("41 7f 80 8f 90 9f a0 bf c0 c1 c2 df e0 e1 ec ed ee ef f0 f1 f3 f4 f5 ff")
+
+
+@pytest.mark.parametrize("make", [gpt2, gemma])
+@given(data=st.lists(st.sampled_from(EDGES), max_size=8).map(bytes), cuts=CUTS)
+def test_invalid_bytes_become_what_decode_makes_of_them(
+    make: Callable[[], Tokenizer], data: bytes, cuts: list[int]
+) -> None:
+    tokenizer, table = made(make)
+    ids = [id_of_byte(tokenizer, byte) for byte in data]
+    text = text_of(Detokenizer(table), in_chunks(cuts, ids))
+    assert text == tokenizer.decode(ids)
+    if make is gpt2:
+        assert text == data.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("lead", EDGES[10:])
+def test_every_second_byte_of_a_character(lead: int) -> None:
+    tokenizer, table = made(gpt2)
+    for second in range(256):
+        for rest in (b"", b"\x80", b"\x80\x80"):
+            data = bytes([lead, second]) + rest
+            ids = [id_of_byte(tokenizer, byte) for byte in data]
+            assert text_of(Detokenizer(table), [[token] for token in ids]) == tokenizer.decode(ids)
+
+
 # Continuing a prompt
 
 
@@ -371,8 +401,8 @@ def is_byte_token(tokenizer: Tokenizer, token: int) -> bool:
 
 def id_of_byte(tokenizer: Tokenizer, byte: int) -> int:
     token = tokenizer.token_to_id(f"<0x{byte:02X}>")
-    if token is None:  # GPT-2's spelling; only bytes that are moved or kept as they are in Latin-1
-        token = tokenizer.token_to_id(chr(byte) if byte >= 0xAE else chr(0x100 + 33 + byte - 0x7F))
+    if token is None:
+        token = tokenizer.token_to_id(SPELLING[byte])
     assert token is not None
     return token
 
