@@ -4,7 +4,7 @@ Dropping a handle queues an ABORT and no more, so a finaliser may do it anywhere
 """
 
 import asyncio
-from asyncio import _get_running_loop
+from asyncio import Future, _get_running_loop
 
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
@@ -277,10 +277,9 @@ cdef int send_next(PyObject *iterator, PyObject *value, PyObject **result) excep
         return PYGEN_RETURN
     if record.waiter is not None and not record.waiter.done():
         raise RuntimeError("this stream's next output is already awaited")
-    loop = record.loop()
-    if _get_running_loop() is not loop:
-        raise RuntimeError("this stream belongs to another loop")
-    waiter = record.waiter = loop.create_future()
+    # asyncio itself refuses a task of another loop. The class is called since `create_future` of asyncio's loop, a
+    # Python function, does just that and costs more than it.
+    waiter = record.waiter = Future(loop=record.loop())
     waiter._asyncio_future_blocking = True
     Py_INCREF(waiter)
     result[0] = <PyObject *>waiter
