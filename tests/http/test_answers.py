@@ -4,8 +4,8 @@ import itertools
 import json
 
 import pytest
-from conftest import CHAT, TEXT
 from scripted import END, TABLE, TOKENIZER, ids
+from serving import CHAT, TEXT
 
 GENERATE = "/generate"
 

@@ -9,19 +9,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import CHAT, TEXT
-
-BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-STREAM = BODY | {"stream": True}
-
-
-def wait_until(condition, seconds=5.0):
-    """Poll for what has no event to wait for; fails loudly."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
-
+from serving import BODY, CHAT, STREAM, TEXT, wait_until
 
 # ------------------------------------------------------------ bytes on a connection
 

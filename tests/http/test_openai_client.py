@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from conftest import Served
+from serving import Served
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 from aiohttp import web
-from conftest import CHAT, TEXT
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import CHAT, TEXT
 
 from smg.http.plain import recognise
 from smg.http.server import ConnectionLimits

@@ -8,8 +8,7 @@ import subprocess
 import threading
 
 import pytest
-from conftest import CHAT, TEXT
-from test_edges import BODY, STREAM, wait_until
+from serving import BODY, CHAT, STREAM, TEXT, wait_until
 
 from smg.http.chat import ChatShape
 from smg.http.errors import ApiError
