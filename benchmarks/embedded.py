@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks import accounting, frames
 from benchmarks.accounting import figure, percentile, ratio
+from benchmarks.simulator import frame_of
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = list[object]
@@ -96,6 +97,8 @@ def decode(repeats: int, quick: bool) -> Iterator[Row]:
 
 def consumers(repeats: int, quick: bool) -> Iterator[Row]:
     """Outlets and streams against asyncio.Queue per request."""
+    made = frame_of(300)
+    assert frames.reencode(made) == made, "the simulator's frames are not msgspec's"
     kinds = ("outlet", "streams", "queues")
     for pace, step_ms, tokens in (("10 ms steps", 10, 100 if quick else 200), ("saturated", 0, 1000)):
         for loop in ("asyncio", "uvloop"):

@@ -32,5 +32,10 @@ def encode(rids: Sequence[str], token_ids: Sequence[int], *, prompt: int = 100, 
     )  # fmt: skip
 
 
+def reencode(frame: bytes) -> bytes:
+    """What msgspec makes of what a frame holds."""
+    return msgspec.msgpack.encode(decoder().decode(frame))
+
+
 def decoder() -> msgspec.msgpack.Decoder[Slim]:
     return msgspec.msgpack.Decoder(Slim)

@@ -139,6 +139,8 @@ def _library() -> ctypes.CDLL:
     library.engine_pace.argtypes = [void, i64, u32]
     library.engine_run.argtypes = [void, ctypes.c_int]
     library.engine_totals.argtypes = [void, void]
+    library.engine_frame.argtypes = [void, u32, void]
+    library.engine_frame.restype = ctypes.c_size_t
     if library.engine_libzmq(pyzmq.__file__.encode()):
         raise SystemExit("pyzmq's extension module does not give access to libzmq")
     return library
@@ -179,6 +181,18 @@ def dial(context: zmq.Context[Any], address: str, ranks: int) -> list[tuple[Any,
         )
         sockets.append((taking, giving))
     return sockets
+
+
+def frame_of(requests: int) -> bytes:
+    """A step's frame for the first `requests` of IDS, as the C code makes it."""
+    library = _library()
+    tokens, stamps = (ctypes.c_uint32 * 256)(*range(1000, 1256)), (ctypes.c_uint64 * 2)()
+    engine = library.engine_new(1, 0, 10, 1, tokens, len(tokens), stamps, 1, 2)
+    for row in range(requests):
+        library.engine_add(engine, 0, IDS[row].encode(), 100 * row, 1 + row % 2, -1)
+    at = ctypes.c_void_p()
+    size = library.engine_frame(engine, 0, ctypes.byref(at))
+    return ctypes.string_at(at, size)
 
 
 def _operate(library: ctypes.CDLL, engine: int, message: dict[str, Any]) -> Any:
