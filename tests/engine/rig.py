@@ -55,13 +55,14 @@ class Rank:
 class Rig:
     """A core with its ranks. `pump` moves everything that waits and returns the events it left."""
 
-    def __init__(self, ranks=2, max_inflight=0, stall_timeout=0.0):
+    def __init__(self, ranks=2, max_inflight=0, stall_timeout=0.0, use_epoll=True):
         self.context = zmq.Context()
         self.core = _fastpath.Core(
             ranks,
             decode_cold=tokenspeed.decode_logprobs,
             stall_timeout=stall_timeout,
             max_inflight=max_inflight,
+            use_epoll=use_epoll,
         )
         self.incarnations = [0] * ranks
         self.ranks: list[Rank | None] = [None] * ranks

@@ -39,10 +39,11 @@ class Request:
 
 class SlotTable(RuleBasedStateMachine):
     requests = Bundle("requests")
+    use_epoll = True
 
     @initialize()
     def start(self):
-        self.rig = Rig(RANKS, max_inflight=LIMIT)
+        self.rig = Rig(RANKS, max_inflight=LIMIT, use_epoll=self.use_epoll)
         self.core = self.rig.core
         self.outlet = new_outlet(self.core)
         self.all: list[Request] = []
