@@ -27,8 +27,10 @@ SOURCES = sorted(path for suffix in ("py", "pyi", "pyx", "pxd") for path in PACK
 LAYERS = [
     ["errors", "_version", "_compiled"],
     ["sampling", "_decoded", "_spelling"],
-    ["_msgpack", "_frame", "_zmq", "_stops"],
+    ["_msgpack", "_frame", "_zmq", "_stops", "_escape"],
     ["_batch", "_table"],
+    ["_tensor"],
+    ["_vllm_row"],
     ["_tokenspeed", "_vllm", "_sglang", "_choice", "_delivery"],
     ["_pump"],
     ["_codec", "_fastpath"],
