@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from smg.errors import InvalidRequest
@@ -120,6 +121,12 @@ def logit_bias(name: str, value: Any, model: Model) -> dict[int, float] | None:
     return found
 
 
+def top_k(name: str, value: Any, model: Model) -> int:
+    """0 and -1 are all."""
+    count: int = integer(0, I31, also=-1)(name, value)
+    return max(0, count)
+
+
 def logprob_count(name: str, value: Any, model: Model) -> int:
     count: int = integer(0, model.max_logprobs)(name, value)
     return count
@@ -196,7 +203,7 @@ SAMPLING = (
     Field("repetition_penalty", 1.0, plain(number(SMALLEST_FACTOR, LARGEST_FACTOR)), "repetition_penalty"),
     Field("temperature", 1.0, plain(number(0, 2)), "temperature"),
     Field("top_p", 1.0, plain(number(0, 1, above_low=True)), "top_p"),
-    Field("top_k", 0, plain(integer(0, I31, also=-1)), "top_k"),  # 0 and -1 are all
+    Field("top_k", 0, top_k, "top_k"),
     Field("min_p", 0.0, plain(number(0, 1)), "min_p"),
     Field("seed", None, plain(integer(0, I63)), "seed"),
     Field("stop_token_ids", None, ids(LONGEST_STOP_IDS), "stop_token_ids"),
@@ -213,10 +220,9 @@ SAMPLING = (
     Field("thinking_token_budget", None, plain(integer(0, I31, also=-1))),  # -1 = unlimited
     Field("repetition_detection", None, plain(repetition_detection)),
 )
-DEFAULTS = {field.name: field.default for field in SAMPLING}
-FROM_PARAMS = tuple((field.name, field.param, field.check) for field in SAMPLING if field.param)
+FROM_PARAMS = tuple((field.name, field.param, field.check, field.default) for field in SAMPLING if field.param)
 # In extra, names have no underscore before them.
-FROM_EXTRA = {field.name.lstrip("_"): (field.name, field.check) for field in SAMPLING if not field.param}
+FROM_EXTRA = {field.name.lstrip("_"): (field.name, field.check, field.default) for field in SAMPLING if not field.param}
 
 # Structured outputs: exactly one constraint, and how it is compiled
 
@@ -296,6 +302,8 @@ OPTIONS: dict[str, Check] = {
 def structured_outputs(params: SamplingParams, given: Any, model: Model) -> dict[str, Any] | None:
     """The map of the constraint in `params` or in extra["vllm"]["structured_outputs"], if there is one."""
     where = f"extra['{EXTRA}']['structured_outputs']"
+    if given is None and params.json_schema is params.regex is params.ebnf is params.structural_tag is None:
+        return None
     found: dict[str, Any] = {}
     named: list[tuple[str, Any]] = []  # the constraints among them
     for key, (check, param) in CONSTRAINTS.items():
@@ -335,16 +343,15 @@ def sampling_map(
 ) -> dict[str, Any]:
     """The keys that do not have their defaults. `extra` are the fields of extra["vllm"]; others are ignored."""
     values: dict[str, Any] = {}
-    for key, param, check in FROM_PARAMS:
+    for key, param, check, default in FROM_PARAMS:
         value = getattr(params, param)
-        if value is not None:
-            values[key] = check(param, value, model)
+        if value is not None and (value := check(param, value, model)) != default:
+            values[key] = value
     for name, value in extra.items():
         if name in FROM_EXTRA and value is not None:
-            key, check = FROM_EXTRA[name]
-            values[key] = check(f"extra['{EXTRA}']['{name}']", value, model)
-    if values.get("top_k") == -1:
-        values["top_k"] = 0
+            key, check, default = FROM_EXTRA[name]
+            if (value := check(f"extra['{EXTRA}']['{name}']", value, model)) != default:
+                values[key] = value
     if "max_tokens" not in values:
         # The engine stops at the end of the context in any case.
         values["max_tokens"] = I31 if context_length is None else context_length - prompt_length
@@ -354,27 +361,29 @@ def sampling_map(
     if chosen and values.get("logprobs", len(chosen)) != len(chosen):
         raise InvalidRequest("logprobs", values["logprobs"], f"None or the {len(chosen)} logprob_token_ids")
     ignore_eos = params.ignore_eos is not None and flag("ignore_eos", params.ignore_eos)
-    _add_stops(values, ignore_eos, model)
+    values |= stops(tuple(values.get("stop_token_ids", ())), tuple(model.eos_token_ids), ignore_eos)
     constraint = structured_outputs(params, extra.get("structured_outputs"), model)
     if constraint is not None:
         values["structured_outputs"] = constraint
-    return {key: value for key, value in values.items() if value != DEFAULTS.get(key)}
+    return values
 
 
-def _add_stops(values: dict[str, Any], ignore_eos: bool, model: Model) -> None:
-    """EOS as the engine wants it: the first in a key of its own, the others among the stop tokens.
+@lru_cache(256)
+def stops(given: tuple[int, ...], eos: tuple[int, ...], ignore_eos: bool) -> dict[str, Any]:
+    """The keys that end a completion: EOS as the engine wants it, the first apart from the others.
 
     `_all_stop_token_ids` is what min_tokens holds back and what grammars end with, whether or not EOS counts.
     """
-    stops = list(dict.fromkeys(values.get("stop_token_ids") or ()))
-    eos = tuple(model.eos_token_ids)
+    keys: dict[str, Any] = {}
+    tokens = list(dict.fromkeys(given))
     if eos and not ignore_eos:
-        values["_eos_token_id"] = eos[0]
-        stops += [token for token in eos[1:] if token not in stops]
-    if stops:
-        values["stop_token_ids"] = stops
-    every = sorted({*stops, *eos})
+        keys["_eos_token_id"] = eos[0]
+        tokens += [token for token in eos[1:] if token not in tokens]
+    if tokens:
+        keys["stop_token_ids"] = tokens
+    every = sorted({*tokens, *eos})
     if len(every) > LONGEST_STOP_IDS:
         raise InvalidRequest("stop_token_ids", len(every), f"at most {LONGEST_STOP_IDS} ids with EOS")
     if every:
-        values["_all_stop_token_ids"] = every
+        keys["_all_stop_token_ids"] = every
+    return keys
