@@ -329,8 +329,10 @@ cdef int continue_prompt(Detokenizer self, token_ids) except -1:
         for i in range(seam, n):
             if put_token(self, ids[i], &dropped) < 0:
                 raise MemoryError
-        self.pending_prompt = self.pending_size
+        if put_stripped(self, self.run, self.run_size, &dropped) < 0:  # the prompt's, though its run goes on
+            raise MemoryError
         self.run_size = 0
+        self.pending_prompt = self.pending_size
         self.unknown = 0
         self.last_added = is_visible(self, ids[n - 1]) and self.pieces[ids[n - 1]].flags & ADDED
     finally:

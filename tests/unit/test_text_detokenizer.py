@@ -395,6 +395,14 @@ def test_the_end_of_a_long_prompt_is_enough() -> None:
         assert text_of(Detokenizer(table, prompt_tail_ids=tail), [word]) == " the"
 
 
+def test_a_prompt_of_byte_tokens_has_begun_the_text() -> None:
+    tokenizer, table = made(strip_several)
+    prompt = [id_of_byte(tokenizer, byte) for byte in "字".encode()]
+    mark = tokenizer.token_to_id("▁")
+    assert tokenizer.decode([mark, *prompt, mark]) == "字▁"
+    assert text_of(Detokenizer(table, prompt_tail_ids=[mark, *prompt]), [[mark]]) == "▁"
+
+
 def is_byte_token(tokenizer: Tokenizer, token: int) -> bool:
     return (tokenizer.id_to_token(token) or "").startswith("<0x")
 
