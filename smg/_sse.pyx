@@ -376,6 +376,8 @@ cdef class Choice:
             self.first = now
             if self.first_token is not None:
                 self.first_token.add(now - self.submitted, 1)
+            if n > 1 and self.between_tokens is not None:
+                self.between_tokens.add(0.0, n - 1)   # they came with the first
         elif n and self.between_tokens is not None:
             self.between_tokens.add((now - self.last) / n, n)
         self.last = now

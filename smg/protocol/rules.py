@@ -85,11 +85,15 @@ def packable(name: str, value: Any) -> dict[str, Any]:
     """A dict that msgpack can carry."""
     try:
         if type(value) is dict and all(type(key) is str for key in value):
-            msgpack.packb(value)
+            msgpack.unpackb(msgpack.packb(value), ext_hook=_no_extension, strict_map_key=False)
             return value
     except (TypeError, ValueError, OverflowError):
         pass
-    raise InvalidRequest(name, value, "a dict with str keys whose values msgpack can carry")
+    raise InvalidRequest(name, value, "a dict with str keys whose values plain msgpack can carry")
+
+
+def _no_extension(code: int, data: bytes) -> None:
+    raise ValueError("engines know no extension types in free values, and drop the request unanswered")
 
 
 def _plain_int(value: Any) -> int | None:
