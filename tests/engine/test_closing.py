@@ -220,7 +220,8 @@ def test_groups_give_all_their_descriptors_back(ipc_dir):
             with Simulator(group.url, handshake_address=group.handshake_address, step_ms=0) as mock:
                 group.wait_ready(10)
                 mock.restart(0)
-                reach(lambda: group.ranks[0].incarnation == 2 and group.live == 1)
+                reach(lambda: group.ranks[0].incarnation == 2)
+                group.wait_ready(10)  # asked of the group's thread, which knows by now that the first one is gone
                 outlet = group.outlet()
                 group.submit(PROMPT, LONG, outlet=outlet)
 
