@@ -85,12 +85,15 @@ class Rig:
 
     def pump(self):
         events = []
+        before = None
         while True:
-            self.core.run(0)
+            self.core.run(0)  # one look at what is there
             found = self.core.events()
-            if not found:
+            counters = self.core.counters()
+            if not found and counters == before:
                 break
             events += found
+            before = counters
         for rank in self.ranks:
             if rank is not None:
                 rank.read()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import smg
 from smg import SamplingParams
 from smg._outlets import new_outlet
+from smg.protocol import tokenspeed
 from tests.engine.rig import Rig
 
 PROMPT = [1, 2, 3]
@@ -39,6 +40,27 @@ def test_a_wake_that_comes_between_two_runs_ends_the_next_one(rig):
     begun = time.monotonic()
     assert rig.core.run(5)
     assert time.monotonic() - begun < 2
+
+
+def test_the_pump_comes_back_in_time_however_busy_it_is(rig):
+    stream = rig.submit()
+    rig.pump()
+    frame = tokenspeed.encode_outputs([stream.request_id], [[1]], [""], [1], [1], [0])
+    over = threading.Event()
+
+    def flood():
+        until = time.monotonic() + 5
+        while not over.is_set() and time.monotonic() < until:
+            rig.ranks[0].push.send(frame)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    rig.core.run(0.1)
+    in_time = thread.is_alive()
+    over.set()
+    thread.join()
+    assert in_time
+    assert rig.core.counters()["frames"] > [0]
 
 
 def test_each_output_wakes_a_blocking_consumer(make_group):
