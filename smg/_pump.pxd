@@ -589,5 +589,5 @@ cdef inline int run(Pump *pump, double until) noexcept nogil:
             for rank_index in range(pump.connection_count):
                 if pump.connections[rank_index].unread:
                     read_turn(pump, rank_index)
-        elif count <= 0 and monotonic() >= until:
+        if monotonic() >= until:   # also when there is always something to read
             return OUTCOME_TIMEOUT
