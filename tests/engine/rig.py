@@ -18,8 +18,9 @@ _names = itertools.count()
 class Rank:
     """One incarnation's sockets on both sides, and what the engine's side has received."""
 
-    def __init__(self, context, core, index, incarnation):
-        name = f"inproc://rank-{next(_names)}"
+    def __init__(self, context, core, index, incarnation, directory=None):
+        name = f"rank-{next(_names)}"
+        name = f"inproc://{name}" if directory is None else f"ipc://{directory}/{name}"
         self.router = context.socket(zmq.ROUTER)
         self.router.router_mandatory = 1
         self.pull = context.socket(zmq.PULL)
@@ -53,10 +54,14 @@ class Rank:
 
 
 class Rig:
-    """A core with its ranks. `pump` moves everything that waits and returns the events it left."""
+    """A core with its ranks. `pump` moves everything that waits and returns the events it left.
 
-    def __init__(self, ranks=2, max_inflight=0, stall_timeout=0.0, use_epoll=True):
+    Inproc sockets deliver at once and have no connections; with a `directory` they are ipc sockets in it.
+    """
+
+    def __init__(self, ranks=2, max_inflight=0, stall_timeout=0.0, use_epoll=True, directory=None):
         self.context = zmq.Context()
+        self.directory = directory
         self.core = _fastpath.Core(
             ranks,
             decode_cold=tokenspeed.decode_logprobs,
@@ -67,14 +72,13 @@ class Rig:
         self.incarnations = [0] * ranks
         self.ranks: list[Rank | None] = [None] * ranks
         self.payload = tokenspeed.encode_add("0" * 24, [1, 2, 3])
-        for index in range(ranks):
-            self.attach(index)
+        self.begun = [event for index in range(ranks) for event in self.attach(index)]
 
     def attach(self, index):
         self.incarnations[index] += 1
-        self.ranks[index] = Rank(self.context, self.core, index, self.incarnations[index])
+        self.ranks[index] = Rank(self.context, self.core, index, self.incarnations[index], self.directory)
         self.core.set_state(index, LIVE)
-        self.pump()
+        return self.pump()
 
     def bury(self, index):
         """What the loop thread does once the pump has failed a rank."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import select
 import threading
 from collections import Counter
 
 import pytest
 import uvloop
+import zmq
 
 import smg
 from smg import SamplingParams
-from smg._fastpath import Core
+from smg._fastpath import Core, EventKind
 from smg._outlets import new_outlet
 from smg.engine.lifecycle import State
 from smg.mock import Simulator
@@ -387,7 +389,7 @@ def test_streams_are_submitted_and_dropped_inside_collections(make_group, idle, 
             return None
 
     def during(phase, info):
-        if phase == "stop":
+        if phase == "stop" and threading.current_thread() is threading.main_thread():
             kept[:] = [submit()]
 
     gc.callbacks.append(during)
@@ -422,6 +424,70 @@ def test_nothing_brings_a_rank_back_that_the_pump_has_failed(rig):
     rig.core.set_state(0, DEAD)
     rig.attach(0)
     assert rig.submit(rank=0).rank == 0
+
+
+def wait_readable(socket):
+    """Until something is there for the pump. `socket.poll` would take the signal away from it."""
+    poller = select.poll()
+    poller.register(socket.fileno(), select.POLLIN)
+    assert poller.poll(10_000)
+
+
+def pump_until(rig, condition):
+    events = []
+    for _ in range(200):
+        events += rig.pump()
+        if condition(events):
+            return events
+        threading.Event().wait(0.02)  # for libzmq's own thread, whose steps can be seen in no other way
+    raise AssertionError(f"it did not come: {events}")
+
+
+def kinds(events):
+    return [event[0] for event in events]
+
+
+def test_what_a_rank_sent_before_its_connection_closed_is_delivered_before_the_death(ipc_dir):
+    rig = Rig(1, directory=ipc_dir)
+    try:
+        engine = rig.ranks[0]
+        if EventKind.INPUT not in kinds(rig.begun):  # registered, so that requests can be sent
+            pump_until(rig, lambda events: EventKind.INPUT in kinds(events))
+        stream = rig.submit()
+        rig.pump()
+        for token in range(3):
+            rig.emit(0, [(stream.request_id, [token], "", 1)])
+        assert engine.pull.poll(10_000)  # takes the signal: now only who looks at the socket finds the frames
+        engine.push.close(1000)
+        events = pump_until(rig, lambda events: EventKind.DEAD in kinds(events))
+        assert kinds(events) == [EventKind.DEAD]
+        iterator = stream.blocking(0)
+        assert next(iterator).token_ids == [0, 1, 2]
+        with pytest.raises(smg.RankDied, match="connection closed"):
+            next(iterator)
+    finally:
+        rig.close()
+
+
+def test_only_the_end_of_the_engines_own_connection_is_a_death(ipc_dir):
+    rig = Rig(1, directory=ipc_dir)
+    try:
+        engine = rig.ranks[0]
+        rig.emit(0, [])
+        pump_until(rig, lambda _: rig.core.counters()["frames"] == [1])  # its connection is known by now
+        rig.pump()
+        stranger = rig.context.socket(zmq.PUSH)
+        stranger.connect(engine.pull.last_endpoint)
+        wait_readable(engine.monitor)
+        rig.pump()
+        stranger.close(0)
+        wait_readable(engine.monitor)
+        assert EventKind.DEAD not in kinds(rig.pump())
+        assert rig.submit().rank == 0
+        engine.push.close(0)
+        pump_until(rig, lambda events: EventKind.DEAD in kinds(events))
+    finally:
+        rig.close()
 
 
 def test_a_submit_counts_as_overloaded_only_when_it_is_refused():
