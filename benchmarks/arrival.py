@@ -3,7 +3,9 @@
     python -m benchmarks.arrival {pump,thread} {spin,asyncio,idle} FRAMES
 
 `pump` is an EngineGroup, `thread` the control: a Python thread that receives, decodes with msgspec and counts.
-Beside it a Python thread spins (`spin`) or an asyncio loop never rests (`asyncio`). Prints the delays in ms.
+Beside it a Python thread spins (`spin`) or an asyncio loop never rests (`asyncio`). Prints a pair per frame: the delay,
+and how much of it the threads that the frame went through waited for a CPU, as the scheduler counts it, both in ms.
+The second is what a machine with fewer idle CPUs than these threads adds; waiting for the GIL is not in it.
 
 Who looks must not need the receiver's GIL: the sender, a process of its own, inherits the descriptor that the
 receiver signals when the counters are up to date, and takes both times. What is measured is therefore one hop
@@ -35,13 +37,28 @@ from benchmarks import frames
 from smg.engine.group import EngineGroup
 
 ROWS = 32
+Delays = list[tuple[float, float]]
 
 
 # -------------------------------------------------------------- the sender, which looks
 
 
-def send_and_look(address: str, plain: bool, signal_fd: int, go_fd: int, went_fd: int, count: int) -> list[float]:
-    """Send `count` frames at random intervals; each delay in ms."""
+class CpuWait:
+    """Seconds that some threads have been runnable without running: this process's, and the receiver's but its first,
+    which is the one that is kept busy."""
+
+    def __init__(self, receiver: int) -> None:
+        own, other = f"/proc/{os.getpid()}/task", f"/proc/{receiver}/task"
+        paths = [f"{own}/{task}" for task in os.listdir(own)]
+        paths += [f"{other}/{task}" for task in os.listdir(other) if int(task) != receiver]
+        self._files = [os.open(f"{path}/schedstat", os.O_RDONLY) for path in paths]
+
+    def total(self) -> float:
+        return sum(int(os.pread(file, 100, 0).split()[1]) for file in self._files) / 1e9
+
+
+def send_and_look(address: str, plain: bool, signal_fd: int, go_fd: int, went_fd: int, count: int) -> Delays:
+    """Send `count` frames at random intervals; each delay, and the wait for a CPU in it, in ms."""
     from benchmarks.simulator import IDS, dial
 
     chance = random.Random(1)
@@ -57,14 +74,16 @@ def send_and_look(address: str, plain: bool, signal_fd: int, go_fd: int, went_fd
     poller = select.poll()
     poller.register(signal_fd, select.POLLIN)
     os.read(went_fd, 1)  # the receiver is busy now
+    waits = CpuWait(os.getppid())
     delays = []
     for _ in range(count):
         time.sleep(chance.uniform(0.002, 0.012))
-        begin = time.monotonic()
+        waited, begin = waits.total(), time.monotonic()
         output.send(frame)
         if not poller.poll(5000):
             raise SystemExit("a frame was not counted within 5 s")
-        delays.append((time.monotonic() - begin) * 1e3)
+        end = time.monotonic()
+        delays.append(((end - begin) * 1e3, (waits.total() - waited) * 1e3))
         os.write(go_fd, b".")  # let the receiver clear the signal, before the next frame
         os.read(went_fd, 1)
     context.destroy(0)
@@ -94,9 +113,9 @@ class Sender:
             clear()
             os.write(self._went, b".")
 
-    def delays(self) -> list[float]:
+    def delays(self) -> Delays:
         output, _ = self._process.communicate()
-        delays: list[float] = json.loads(output)
+        delays: Delays = json.loads(output)
         return delays
 
 
@@ -133,7 +152,7 @@ def busy(load: str, work: Callable[[], None]) -> None:
     worker.join()
 
 
-def with_pump(load: str, count: int) -> list[float]:
+def with_pump(load: str, count: int) -> Delays:
     with (
         tempfile.TemporaryDirectory(prefix="smg-bench-") as directory,
         EngineGroup(f"ipc://{directory}/e", backend="tokenspeed", handshake_address="tcp://127.0.0.1:0") as group,
@@ -149,7 +168,7 @@ def with_pump(load: str, count: int) -> list[float]:
         return delays
 
 
-def with_thread(load: str, count: int) -> list[float]:
+def with_thread(load: str, count: int) -> Delays:
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="smg-bench-"))
         context: zmq.Context[Any] = stack.enter_context(zmq.Context())
@@ -158,7 +177,7 @@ def with_thread(load: str, count: int) -> list[float]:
         pull.bind(f"ipc://{directory}/out")
         counted, counters = os.eventfd(0, os.EFD_NONBLOCK), Counter[str]()
         decode = frames.decoder().decode
-        received = 0
+        received, measured = 0, threading.Event()
 
         def receive() -> None:
             nonlocal received
@@ -168,14 +187,17 @@ def with_thread(load: str, count: int) -> list[float]:
                     counters[rid] += len(token_ids)
                 received += 1
                 os.eventfd_write(counted, 1)
+            measured.wait()  # the sender still reads what the scheduler says of this thread
 
         receiver = threading.Thread(target=receive)
         receiver.start()
         sender = Sender(f"ipc://{directory}/out", True, counted, count)
         busy(load, lambda: sender.serve(lambda: os.eventfd_read(counted)))
+        delays = sender.delays()
+        measured.set()
         receiver.join()
         assert counters.total() == count * ROWS
-        return sender.delays()
+        return delays
 
 
 def main(argv: Sequence[str]) -> None:
