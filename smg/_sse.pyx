@@ -237,7 +237,8 @@ cdef class Choice:
 
     `shape` renders what is not constant; each returns a line of JSON as bytes:
     `first(choice)` or None, before anything else; `part(choice, text, entries)` when `before` is None;
-    `last(choice)` at the end. `owner` hears of the end: `ended(choice)`, or `failed(choice, exception)`.
+    `last(choice)` at the end. `owner` hears of the end: `ended(choice)`, or `failed(choice, exception)`; before that
+    `retried(choice, exception)` when nothing had come yet, which may give the choice another stream and return true.
     `before` and `after` are the constant parts of an event around its text, "data: " and the blank line included.
     """
 
@@ -322,7 +323,7 @@ cdef class Choice:
                     output.stop_reason,
                     output.logprobs if self.entries is not None else None,
                 )
-            else:
+            elif self.first != 0 or not self.owner.retried(self, out):
                 self.fail(out)
         except Exception as exc:
             self.ended = False

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smg._sse import Choice, Wire
-from smg.errors import Error
+from smg.errors import Error, RankDied
 from smg.http.errors import ApiError, describe
 from smg.http.exchange import Exchange
 from smg.http.job import Job
+from smg.routing.router import Place
 
 if TYPE_CHECKING:
     from smg.http.front import Front
@@ -41,6 +42,7 @@ class Completion:
     def __init__(self, front: Front, job: Job, shape: Shape, exchange: Exchange) -> None:
         self.front, self.job, self.shape, self.exchange = front, job, shape, exchange
         self.choices: list[Choice] = []
+        self.tried: list[list[Place]] = []  # per sequence, the ranks it was sent to, in order
         self.rank_header = b""
         self.running = job.sequences
         self.error: ApiError | None = None
@@ -53,11 +55,12 @@ class Completion:
         protocol: Any = self.exchange.request.protocol
         metrics = front.metrics
         front.active.add(self)
-        ranks = []
         try:
             for index in range(job.sequences):
                 prompt = job.prompts[index // job.n]
-                stream = front.submit(job, index, prompt) if job.params.max_tokens != 0 else None
+                tried: list[Place] = []
+                stream = front.submit(job, index, tried) if job.params.max_tokens != 0 else None
+                self.tried.append(tried)
                 before, after = self.shape.around_text(index) if wire is not None else (None, None)
                 choice = Choice(
                     index,
@@ -77,23 +80,41 @@ class Completion:
                     between_tokens=metrics.between_tokens,
                 )
                 if stream is not None:
-                    ranks.append(str(stream.rank))
                     choice.stream = stream
                     stream.data = choice
                 self.choices.append(choice)
         except BaseException:
             self.close()
             raise
-        if ranks:
-            self.rank_header = b"X-SMG-Rank: %b\r\n" % ",".join(ranks).encode()
+        self._name_ranks()
         if wire is not None:
-            wire.head = self.exchange.stream_head(self.rank_header)
             protocol.wire = wire
             if protocol.writing_paused:
                 wire.pause()
         if job.params.max_tokens == 0:
             for choice in self.choices:
                 choice.feed([], "length")
+
+    def _name_ranks(self) -> None:
+        """Tell in the head who has the sequences, unless it was sent."""
+        ranks = [str(tried[-1][1]) for tried in self.tried if tried]
+        if ranks:
+            self.rank_header = b"X-SMG-Rank: %b\r\n" % ",".join(ranks).encode()
+        if self.wire is not None and not self.wire.started:
+            self.wire.head = self.exchange.stream_head(self.rank_header)
+
+    def retried(self, choice: Choice, exc: Exception) -> bool:
+        """Give a sequence whose rank died before its first token to another rank, under the same ids."""
+        if not isinstance(exc, RankDied):
+            return False
+        stream = self.front.resubmit(self.job, choice.index, self.tried[choice.index], choice.submitted)
+        self.front.metrics.retried(self.exchange.path, stream is not None)
+        if stream is None:
+            return False
+        choice.stream = stream
+        stream.data = choice
+        self._name_ranks()
+        return True
 
     def ended(self, choice: Choice) -> None:
         """A sequence is complete."""

@@ -14,7 +14,7 @@ SWITCHES = """
     --log-mm-timing --upstream-http2 --worker-overload-protection --disable-worker-overload-protection
     --worker-overload-shed --dp-aware --routing-key-override --sticky-sessions --dp-minimum-tokens-scheduler
     --enable-igw --enable-rl --pd-disaggregation --epd-disaggregation --log-json --service-discovery
-    --trust-tenant-header --priority-scheduler-enabled --tenant-rate-limit-enabled --disable-retries
+    --trust-tenant-header --priority-scheduler-enabled --tenant-rate-limit-enabled
     --disable-circuit-breaker --disable-health-check --remove-unhealthy-workers --no-remove-unhealthy-workers
     --worker-auto-recovery --no-worker-auto-recovery --disable-tokenizer-autoload --tokenizer-cache-enable-l0
     --tokenizer-cache-enable-l1 --enable-wasm --enable-trace --control-plane-audit-enabled --enable-mesh
@@ -45,7 +45,7 @@ VALUES = """
     --service-discovery-namespace --kv-connector-annotation --kv-engine-id-annotation --model-id-from
     --model-alias --jemalloc-prof-dir --tenant-header-name --rate-limit-tokens-per-second
     --max-background-responses --priority-scheduler-default-max-class --priority-scheduler-config
-    --priority-scheduler-tenant-metric-top-n --tenant-rate-limit-config --retry-max-retries
+    --priority-scheduler-tenant-metric-top-n --tenant-rate-limit-config
     --retry-initial-backoff-ms --retry-max-backoff-ms --retry-backoff-multiplier --retry-jitter-factor
     --cb-failure-threshold --cb-success-threshold --cb-timeout-duration-secs --cb-window-duration-secs
     --health-failure-threshold --health-success-threshold --health-check-timeout-secs

@@ -14,7 +14,7 @@ from smg._outlets import Outlet
 from smg._sse import drain
 from smg._streams import Stream
 from smg.engine.group import EngineGroup
-from smg.errors import InvalidRequest, NoRank, Overloaded
+from smg.errors import Closed, InvalidRank, InvalidRequest, NoRank, Overloaded
 from smg.http.admission import Admission
 from smg.http.chat import ChatShape, chat_job
 from smg.http.completion import Completion, Shape
@@ -26,7 +26,7 @@ from smg.http.job import Job
 from smg.http.metrics import Metrics
 from smg.http.render import Timings
 from smg.http.requests import ChatRequest, CompletionRequest, Decoder, GenerateRequest, Limits
-from smg.routing.router import Router
+from smg.routing.router import Place, Router
 
 if TYPE_CHECKING:
     from smg.http.tokenizer import ModelTokenizer
@@ -91,6 +91,7 @@ class FrontOptions:
     queue_size: int = 100
     queue_timeout_secs: float = 60.0
     request_timeout_secs: float = 1800.0
+    max_retries: int = 5
     sse_keepalive_secs: float = 15.0
     response_timings: bool = False
 
@@ -201,26 +202,53 @@ class Front:
         shape = endpoint.shape(job, job.rid, int(time.time()), self.model, timings)
         return Completion(self, job, shape, exchange)
 
-    def submit(self, job: Job, index: int, prompt: list[int]) -> Stream:
-        """Send one sequence to the group that the policy picks, or to the next one that can take it."""
-        params = job.sampling(index)
+    def submit(self, job: Job, index: int, tried: list[Place]) -> Stream:
+        """Send one sequence to the group that the policy picks, or to the next one that can take it.
+
+        Adds the rank that has it to `tried`.
+        """
         first = self.router.choose()
         refusal: NoRank | Overloaded | None = None
         for group in (first, *(other for other in self.router.groups if other is not first)):
             try:
-                return group.submit(
-                    prompt,
-                    params,
-                    request_id=job.rid,
-                    priority=job.priority,
-                    deadline=self.options.request_timeout_secs or None,
-                    outlet=self._outlets[group],
-                )
+                return self._submit_to(group, None, job, index, tried, self.options.request_timeout_secs)
             except (NoRank, Overloaded) as error:
                 if not isinstance(refusal, Overloaded):
                     refusal = error
         assert refusal is not None
         raise refusal
+
+    def resubmit(self, job: Job, index: int, tried: list[Place], since: float) -> Stream | None:
+        """Send one sequence to a rank that has not had it yet.
+
+        Its time goes on from `since`, in monotonic seconds. None when there is no such rank that can take it,
+        or when tries or time are used up.
+        """
+        timeout = self.options.request_timeout_secs
+        left = since + timeout - time.monotonic()
+        if len(tried) > self.options.max_retries or (timeout and left <= 0):
+            return None
+        for group, rank in self.router.others(tried):
+            try:
+                return self._submit_to(group, rank, job, index, tried, left if timeout else 0.0)
+            except (NoRank, InvalidRank, Overloaded, Closed):  # it went, or filled up, a moment ago
+                continue
+        return None
+
+    def _submit_to(
+        self, group: EngineGroup, rank: int | None, job: Job, index: int, tried: list[Place], timeout: float
+    ) -> Stream:
+        stream = group.submit(
+            job.prompts[index // job.n],
+            job.sampling(index),
+            request_id=job.rid,
+            rank=rank,
+            priority=job.priority,
+            deadline=timeout or None,
+            outlet=self._outlets[group],
+        )
+        tried.append((group, stream.rank))
+        return stream
 
 
 def name_field(path: str, exc: InvalidRequest) -> ApiError:

@@ -111,6 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--request-timeout-secs", type=float, default=1800.0, metavar="S", help="a request's deadline (1800)"
     )
     group.add_argument(
+        "--retry-max-retries",
+        type=int,
+        default=5,
+        metavar="N",
+        help="how often a request moves to another rank when its rank dies before its first token (default 5)",
+    )
+    group.add_argument("--disable-retries", action="store_true", help="as --retry-max-retries 0")
+    group.add_argument(
         "--max-payload-size", type=int, default=64 << 20, metavar="BYTES", help="of a body (default 64 MiB)"
     )
     group.add_argument("--max-stop-strings", type=int, default=4, metavar="N", help="per request (default 4)")
@@ -221,6 +229,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             queue_size=args.queue_size,
             queue_timeout_secs=args.queue_timeout_secs,
             request_timeout_secs=args.request_timeout_secs,
+            max_retries=0 if args.disable_retries else args.retry_max_retries,
             sse_keepalive_secs=args.sse_keepalive_secs,
             response_timings=args.response_timings,
         ),

@@ -74,6 +74,7 @@ class Metrics(Collector):
         self.requests: Counter[tuple[str, str]] = Counter()  # (method, path)
         self.responses: Counter[tuple[str, int, str]] = Counter()  # (path, status, error code)
         self.tokens: Counter[tuple[str, str]] = Counter()  # (path, "input" or "output")
+        self.retries: Counter[tuple[str, bool]] = Counter()  # (path, whether another rank took it)
         self.durations: dict[str, Histogram] = {}
         self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
         self.between_tokens = Histogram(BETWEEN_TOKENS_BOUNDS)
@@ -93,6 +94,10 @@ class Metrics(Collector):
         if histogram is None:
             histogram = self.durations[path] = Histogram(DURATION_BOUNDS)
         histogram.observe(seconds)
+
+    def retried(self, path: str, taken: bool) -> None:
+        """A rank died with a sequence that had no token yet; `taken` says whether another rank has it now."""
+        self.retries[path, taken] += 1
 
     def completed(self, path: str, completion: Completion) -> None:
         for choice in completion.choices:
@@ -139,6 +144,14 @@ class Metrics(Collector):
         for (path, kind), count in self.tokens.items():
             tokens.add_metric([path, kind], count)
         yield tokens
+        labels = ["worker_type", "endpoint"]
+        retries = CounterMetricFamily("smg_worker_retries", "requests that another rank took over", labels=labels)
+        exhausted = CounterMetricFamily(
+            "smg_worker_retries_exhausted", "requests that no further rank took over", labels=labels
+        )
+        for (path, taken), count in self.retries.items():
+            (retries if taken else exhausted).add_metric(["regular", path], count)
+        yield from (retries, exhausted)
         unknown = CounterMetricFamily(
             "smg_http_unknown_fields",
             "request fields that were accepted and mean nothing here",

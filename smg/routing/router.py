@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from smg._streams import Stream
@@ -10,6 +10,8 @@ from smg.engine.group import EngineGroup
 from smg.errors import Closed, NoRank, Overloaded
 from smg.routing.policies import POLICIES
 from smg.sampling import SamplingParams
+
+Place = tuple[EngineGroup, int]  # a rank of a group
 
 _HOPE = [Overloaded, NoRank, Closed]  # from a retry in a moment to none
 
@@ -53,3 +55,14 @@ class Router:
                     refusal = error
         assert refusal is not None
         raise refusal
+
+    def others(self, tried: Collection[Place]) -> list[Place]:
+        """The ranks that take work and are none of `tried`, fewest requests in flight first, stalled ones last."""
+        found = [
+            (info.state == "stalled", info.in_flight, group, info.index)
+            for group in self.groups
+            for info in group.ranks
+            if info.state in ("live", "stalled") and (group, info.index) not in tried
+        ]
+        found.sort(key=lambda entry: entry[:2])
+        return [(group, rank) for _, _, group, rank in found]

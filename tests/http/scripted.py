@@ -108,17 +108,21 @@ class Script:
         self.front = SimpleNamespace(
             loop=asyncio.get_running_loop(),
             model=self.model,
-            metrics=SimpleNamespace(first_token=Histogram([1.0]), between_tokens=Histogram([1.0])),
+            metrics=SimpleNamespace(
+                first_token=Histogram([1.0]), between_tokens=Histogram([1.0]), retried=lambda path, taken: None
+            ),
             active=set(),
             submit=self._submit,
+            resubmit=lambda job, index, tried, since: None,
             **front,
         )
         self.exchange = Exchange(self.client.request, "/v1/test")
         self.completion = Completion(self.front, job, shape(job, "id-1", 1700000000, self.model, None), self.exchange)
         self.completion.start()
 
-    def _submit(self, job: Job, index: int, prompt: list[int]) -> Stream:
+    def _submit(self, job: Job, index: int, tried: list[tuple[object, int]]) -> Stream:
         self.streams.append(Stream(index % 2))
+        tried.append((None, index % 2))
         return self.streams[-1]
 
     def say(self, text: str | list[int], finish: str | None = None, sequence: int = 0, **more) -> None:
