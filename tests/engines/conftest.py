@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -11,6 +13,16 @@ import pytest
 from tokenspeed_driver import Launcher, Rank
 
 import smg
+
+MAKE_MODELS = Path(__file__).resolve().parents[2] / "scripts" / "make_tiny_models.py"
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of two models with random weights: `llama`, and `moe`, whose ranks run in lockstep."""
+    directory = tmp_path_factory.mktemp("models")
+    subprocess.run([sys.executable, str(MAKE_MODELS), str(directory)], check=True, capture_output=True, timeout=300)
+    return directory
 
 
 @pytest.fixture(scope="session")
