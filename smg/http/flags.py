@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Collection
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +92,13 @@ class _Ignored(argparse.Action):
         namespace.ignored_flags = [*getattr(namespace, "ignored_flags", []), option_string or self.dest]
 
 
-def add_ignored(parser: argparse.ArgumentParser) -> None:
-    """Accept the flags of the tables above without showing them in the help."""
+def add_ignored(parser: argparse.ArgumentParser, *, but: Collection[str] = ()) -> None:
+    """Accept the flags of the tables above, `but` some that mean something after all, without showing them."""
     parser.set_defaults(ignored_flags=[])
     for names, nargs in ((SWITCHES, 0), (VALUES, None), (LISTS, "*")):
         for name in names:
+            if name in but:
+                continue
             parser.add_argument(
                 name,
                 action=_Ignored,

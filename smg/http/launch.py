@@ -8,7 +8,8 @@ import gc
 import logging
 import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from smg.http.flags import POLICIES, add_ignored, known_policy, warn_ignored
 
@@ -49,6 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--backend", required=True, metavar="NAME", help="the engines' wire: tokenspeed")
     group.add_argument("--zmq-engine-count", type=int, default=1, metavar="N", help="ranks per worker URL (default 1)")
+    add_router_arguments(parser, group)
+
+
+def add_router_arguments(
+    parser: argparse.ArgumentParser,
+    group: argparse._ArgumentGroup,
+    *,
+    port: int = 30000,
+    own: Collection[str] = (),
+) -> None:
+    """What a command that runs the router takes, beside what says which engines it serves.
+
+    `group`: where the engines' options go; `port`: the default one; `own`: flags of the Rust gateway that are no
+    part of the router, and which this command takes itself.
+    """
     group.add_argument("--min-ready", type=int, metavar="N", help="ranks a group needs to be ready (default all)")
     group.add_argument(
         "--zmq-handshake-address",
@@ -80,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("listening")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    group.add_argument("--port", type=int, default=30000, help="port to listen on (default 30000)")
+    group.add_argument("--port", type=int, default=port, help=f"port to listen on (default {port})")
     group.add_argument("--prometheus-host", default="127.0.0.1", help="address of /metrics (default 127.0.0.1)")
     group.add_argument("--prometheus-port", type=int, default=29000, help="port of /metrics (default 29000)")
     group.add_argument("--tls-cert-path", metavar="PEM", help="serve HTTPS with this certificate chain")
@@ -150,11 +166,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-level", choices=list(LEVELS), default="info", help="(default info)")
     group.add_argument("--log-request-ids", action="store_true", help="let engines see the clients' request ids")
     group.add_argument("--response-timings", action="store_true", help="add `timings` to every `usage`")
-    add_ignored(parser)
+    add_ignored(parser, but=own)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status."""
+    return run_service("launch", args, lambda options: _serve(options, args.shutdown_grace_period_secs))
+
+
+def run_service(
+    command: str, args: argparse.Namespace, serve: Callable[[ServiceOptions], Coroutine[Any, Any, int]]
+) -> int:
+    """What every command does that runs a service: set the process up, then `serve` on an event loop.
+
+    `args`: as `add_router_arguments` and the engines' options make it. Returns the exit status, which is that of
+    `serve`, or 1 with a line that says what is wrong.
+    """
     logging.basicConfig(level=LEVELS[args.log_level], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     warn_ignored(args)
     try:
@@ -166,18 +193,17 @@ def run(args: argparse.Namespace) -> int:
         check_distribution()
         options = service_options(args)
     except ImportError as exc:
-        print(f"smg launch: {exc}; install the extra: pip install 'smg-fastpath[server]'", file=sys.stderr)
+        print(f"smg {command}: {exc}; install the extra: pip install 'smg-fastpath[server]'", file=sys.stderr)
         return 1
     # What is loaded by now stays; and what a request leaves behind is freed by reference counts, so that collecting
     # after every 700 objects would only look at running requests again and again.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     try:
-        uvloop.run(_serve(options, args.shutdown_grace_period_secs))
+        return int(uvloop.run(serve(options)))
     except (Error, OSError, ValueError) as exc:
-        print(f"smg launch: {exc}", file=sys.stderr)
+        print(f"smg {command}: {exc}", file=sys.stderr)
         return 1
-    return 0
 
 
 def service_options(args: argparse.Namespace) -> ServiceOptions:
@@ -236,7 +262,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     )
 
 
-async def _serve(options: ServiceOptions, grace: float) -> None:
+async def _serve(options: ServiceOptions, grace: float) -> int:
     from smg.http.service import Service
 
     loop = asyncio.get_running_loop()
@@ -254,3 +280,4 @@ async def _serve(options: ServiceOptions, grace: float) -> None:
         await stop.wait()
         print("shutting down; again to hurry", flush=True)
         await service.drain(grace, hurry)
+    return 0

@@ -42,8 +42,8 @@ LAYERS = [
     ["mock", "engine"],
     ["routing"],
     [""],  # smg itself, whose names the layers above may use
-    ["http", "serve", "bench"],
-    ["demo"],
+    ["http", "bench"],
+    ["serve", "demo"],
     ["cli"],
     ["__main__"],
 ]
