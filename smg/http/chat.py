@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from smg._sse import Choice, escape
 from smg.http.errors import ApiError, invalid, unsupported
-from smg.http.job import Job, candidates, stopping
+from smg.http.job import Job, candidates, decoding
 from smg.http.render import Timings, chat_logprobs, matched_json, response_usage, usage_json
-from smg.http.requests import ChatRequest, Limits, sampling_params
+from smg.http.requests import ChatRequest, Limits
 
 if TYPE_CHECKING:
     from smg.http.tokenizer import ModelTokenizer
 
 MAX_CHOICES = 10
+
+#: variables of a template that the request's own fields set
+OWN_VARIABLES = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 
 
 def chat_job(request: ChatRequest, model: ModelTokenizer, limits: Limits, backend: str) -> Job:
@@ -33,30 +36,34 @@ def chat_job(request: ChatRequest, model: ModelTokenizer, limits: Limits, backen
         raise invalid("continue_final_message", "continue_final_message: the last message must be the assistant's")
     if continues and request.add_generation_prompt:
         raise invalid("add_generation_prompt", "add_generation_prompt and continue_final_message exclude each other")
-    arguments = dict(request.chat_template_kwargs or {})
+    variables = dict(request.chat_template_kwargs or {})
+    for name in OWN_VARIABLES.intersection(variables):
+        where = f"chat_template_kwargs.{name}"
+        raise invalid(where, f"{where}: is set by the request's field {name}")
     if request.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
     if request.documents is not None:
-        arguments.setdefault("documents", request.documents)
+        variables.setdefault("documents", request.documents)
     text = model.render_chat(
         request.messages,
         tools=tools,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
-        **arguments,
+        **variables,
     )
-    stop = stopping(request, model, limits)
     options = request.stream_options
     return Job(
         prompts=[model.encode(text, add_special_tokens=False)],
-        params=sampling_params(
-            request,
-            max_tokens=request.max_completion_tokens or request.max_tokens,
-            min_tokens=request.min_tokens,
-            logprobs=candidates(request.top_logprobs or 0, backend) if request.logprobs else None,
-            stop_token_ids=stop.engine_ids,
-            limits=limits,
-        ),
+        decodings=[
+            decoding(
+                request,
+                model,
+                limits,
+                max_tokens=request.max_completion_tokens or request.max_tokens,
+                min_tokens=request.min_tokens,
+                logprobs=candidates(request.top_logprobs or 0, backend) if request.logprobs else None,
+            )
+        ],
         n=n,
         model=request.model or "",
         rid=request.rid,
@@ -65,11 +72,6 @@ def chat_job(request: ChatRequest, model: ModelTokenizer, limits: Limits, backen
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         logprobs=bool(request.logprobs),
-        stops=stop.stops,
-        stop_ids=stop.stop_ids,
-        keep_stop=bool(request.no_stop_trim or request.include_stop_str_in_output),
-        skip_special_tokens=request.skip_special_tokens is not False,
-        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
         continues_prompt=continues,
     )
 
@@ -103,14 +105,14 @@ def offered_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     """Tools for the template, which sees them when the model is to call none: nothing here parses calls."""
     field, choice_field = "tools", "tool_choice"
     tools, choice = request.tools, request.tool_choice
-    if request.functions is not None and tools is None:
+    if tools is None and choice is None:  # as clients wrote it before there were tools
         field, choice_field = "functions", "function_call"
-        tools = [{"type": "function", "function": function} for function in request.functions]
+        tools = [{"type": "function", "function": function} for function in request.functions or ()]
         choice = request.function_call
         if isinstance(choice, dict):
             choice = {"type": "function", "function": choice}
     if not tools:
-        if choice is not None and choice not in ("none", "auto"):
+        if choice not in (None, "none"):
             raise invalid(choice_field, f"{choice_field} requires {field}")
         return None
     if isinstance(choice, dict):

@@ -57,25 +57,25 @@ class Completion:
         front.active.add(self)
         try:
             for index in range(job.sequences):
-                prompt = job.prompts[index // job.n]
+                decoding = job.decoding(index)
                 tried: list[Place] = []
-                stream = front.submit(job, index, tried) if job.params.max_tokens != 0 else None
+                stream = front.submit(job, index, tried) if decoding.params.max_tokens != 0 else None
                 self.tried.append(tried)
                 before, after = self.shape.around_text(index) if wire is not None else (None, None)
                 choice = Choice(
                     index,
-                    job.detokenizer(front.model, prompt),
+                    job.detokenizer(front.model, index),
                     self,
                     wire=wire,
                     shape=self.shape,
                     before=before,
                     after=after,
-                    stop_ids=job.stop_ids,
-                    keep_stop=job.keep_stop,
+                    stop_ids=decoding.stop_ids,
+                    keep_stop=decoding.keep_stop,
                     logprobs=job.logprobs,
                     collect=job.native,
                     keep_ids=job.native,
-                    prompt_tokens=len(prompt),
+                    prompt_tokens=len(job.prompt(index)),
                     first_token=metrics.first_token,
                     between_tokens=metrics.between_tokens,
                 )
@@ -91,8 +91,8 @@ class Completion:
             protocol.wire = wire
             if protocol.writing_paused:
                 wire.pause()
-        if job.params.max_tokens == 0:
-            for choice in self.choices:
+        for choice in self.choices:
+            if choice.stream is None:  # no token of it was asked for
                 choice.feed([], "length")
 
     def _name_ranks(self) -> None:

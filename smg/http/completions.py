@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from smg._sse import Choice, escape
 from smg.http.errors import ApiError, invalid, unsupported
-from smg.http.job import Job, candidates, stopping
+from smg.http.job import Job, candidates, decoding
 from smg.http.render import TextLogprobs, Timings, matched_json, response_usage, usage_json
-from smg.http.requests import CompletionRequest, Limits, sampling_params, token_lists
+from smg.http.requests import CompletionRequest, Limits, token_lists
 
 if TYPE_CHECKING:
     from smg.http.tokenizer import ModelTokenizer
@@ -34,19 +34,20 @@ def completion_job(request: CompletionRequest, model: ModelTokenizer, limits: Li
     echo = None
     if request.echo:
         echo = texts or [model.decode(ids, skip_special_tokens=False) for ids in prompts]
-    stop = stopping(request, model, limits)
     options = request.stream_options
     return Job(
         prompts=prompts,
-        params=sampling_params(
-            request,
-            # OpenAI's default here, unlike in chat.
-            max_tokens=16 if request.max_tokens is None else request.max_tokens,
-            min_tokens=request.min_tokens,
-            logprobs=candidates(request.logprobs, backend),
-            stop_token_ids=stop.engine_ids,
-            limits=limits,
-        ),
+        decodings=[
+            decoding(
+                request,
+                model,
+                limits,
+                # OpenAI's default here, unlike in chat.
+                max_tokens=16 if request.max_tokens is None else request.max_tokens,
+                min_tokens=request.min_tokens,
+                logprobs=candidates(request.logprobs, backend),
+            )
+        ],
         n=n,
         model=request.model or "",
         rid=request.rid,
@@ -55,11 +56,6 @@ def completion_job(request: CompletionRequest, model: ModelTokenizer, limits: Li
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         logprobs=request.logprobs is not None,
-        stops=stop.stops,
-        stop_ids=stop.stop_ids,
-        keep_stop=bool(request.no_stop_trim or request.include_stop_str_in_output),
-        skip_special_tokens=request.skip_special_tokens is not False,
-        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
         continues_prompt=True,
         echo=None if echo is None else [text.encode("utf-8", "surrogatepass") for text in echo],
         suffix=(request.suffix or "").encode("utf-8", "surrogatepass"),

@@ -185,11 +185,15 @@ class Front:
                 param="model",
             )
 
+    def context(self, group: EngineGroup) -> int | None:
+        """Tokens of prompt and answer together: what the group's ranks say, else the model's own configuration."""
+        return group.max_model_len or self.model.context
+
     def completion(self, path: str, job: Job, exchange: Exchange) -> Completion:
         """A completion of `job`, not started yet."""
         endpoint = ENDPOINTS[path]
         for group in self.router.groups:
-            longest = group.max_model_len
+            longest = self.context(group)
             if longest and any(len(prompt) >= longest for prompt in job.prompts):
                 count = max(map(len, job.prompts))
                 raise invalid(
@@ -239,7 +243,7 @@ class Front:
         self, group: EngineGroup, rank: int | None, job: Job, index: int, tried: list[Place], timeout: float
     ) -> Stream:
         stream = group.submit(
-            job.prompts[index // job.n],
+            job.prompt(index),
             job.sampling(index),
             request_id=job.rid,
             rank=rank,

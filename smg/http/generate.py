@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from smg._sse import Choice, escape
 from smg.http.completions import read_prompts
 from smg.http.errors import ApiError, invalid
-from smg.http.job import Job, candidates, stopping
+from smg.http.job import Job, candidates, decoding
 from smg.http.render import Timings, encode, finite
 from smg.http.requests import (
     SAMPLING_REFUSED,
@@ -16,7 +16,6 @@ from smg.http.requests import (
     Limits,
     NativeSampling,
     refuse,
-    sampling_params,
 )
 
 if TYPE_CHECKING:
@@ -33,15 +32,18 @@ def generate_job(request: GenerateRequest, model: ModelTokenizer, limits: Limits
     else:
         prompts, _ = read_prompts(request.input_ids or [], model, "input_ids")
         several = isinstance((request.input_ids or [None])[0], list)
-    sampling = request.sampling_params or NativeSampling()
-    if isinstance(sampling, list):
-        if len(sampling) != 1 and any(other != sampling[0] for other in sampling):
-            raise invalid("sampling_params", "sampling_params: one object for all prompts is supported")
-        sampling = sampling[0] if sampling else NativeSampling()
-    refuse(sampling, SAMPLING_REFUSED)
+    wanted = request.sampling_params or NativeSampling()
+    if not isinstance(wanted, list):
+        wanted = [wanted]
+    elif len(wanted) != len(prompts):
+        raise invalid("sampling_params", f"sampling_params: {len(wanted)} objects for {len(prompts)} prompts")
+    n = wanted[0].n or 1
+    for sampling in wanted:
+        refuse(sampling, SAMPLING_REFUSED)
+        if (sampling.n or 1) != n:
+            raise invalid("sampling_params", "sampling_params: n must be the same for all prompts")
     if request.logprob_start_len not in (None, -1):
         raise invalid("logprob_start_len", "logprob_start_len: only -1; the engine sends none of the prompt")
-    n = sampling.n or 1
     if n > limits.choices or len(prompts) * n > limits.sequences:
         raise invalid("n", f"n={n}: at most {limits.choices}, and {limits.sequences} sequences in one request")
     rid = request.rid
@@ -49,29 +51,26 @@ def generate_job(request: GenerateRequest, model: ModelTokenizer, limits: Limits
         if len(rid) != len(prompts):
             raise invalid("rid", f"rid: {len(rid)} ids for {len(prompts)} prompts")
         rid = rid[0]
-    stop = stopping(sampling, model, limits)
-    top = request.top_logprobs_num or 0
+    logprobs = candidates(request.top_logprobs_num or 0, backend) if request.return_logprob else None
     return Job(
         prompts=prompts,
-        params=sampling_params(
-            sampling,
-            max_tokens=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
-            min_tokens=sampling.min_new_tokens,
-            logprobs=candidates(top, backend) if request.return_logprob else None,
-            stop_token_ids=stop.engine_ids,
-            limits=limits,
-        ),
+        decodings=[
+            decoding(
+                sampling,
+                model,
+                limits,
+                max_tokens=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
+                min_tokens=sampling.min_new_tokens,
+                logprobs=logprobs,
+            )
+            for sampling in wanted
+        ],
         n=n,
         model=request.model or "",
         rid=rid,
         priority=request.priority or 0,
         stream=bool(request.stream),
         logprobs=bool(request.return_logprob),
-        stops=stop.stops,
-        stop_ids=stop.stop_ids,
-        keep_stop=bool(sampling.no_stop_trim or sampling.include_stop_str_in_output),
-        skip_special_tokens=sampling.skip_special_tokens is not False,
-        spaces_between_special_tokens=sampling.spaces_between_special_tokens is not False,
         continues_prompt=True,
         native=True,
         listed=several or n > 1,
@@ -133,7 +132,7 @@ class GenerateShape:
             meta["output_token_logprobs"] = [
                 [finite(logprob), token, self._text(token)] for token, logprob, _ in choice.logprobs
             ]
-            if self._job.params.logprobs:
+            if self._job.decodings[0].params.logprobs:
                 meta["output_top_logprobs"] = [
                     [[finite(value), token, self._text(token)] for token, value in top] for _, _, top in choice.logprobs
                 ]

@@ -140,7 +140,7 @@ def model_info(front: Front) -> tuple[int, Any]:
 
 
 def context_length(front: Front) -> int | None:
-    known = [group.max_model_len for group in front.router.groups]
+    known = [front.context(group) for group in front.router.groups]
     return min((length for length in known if length), default=None)
 
 

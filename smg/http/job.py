@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from smg._text import Detokenizer, StopStrings
-from smg.http.requests import Limits, Sampling, stop_strings
+from smg.http.errors import invalid
+from smg.http.requests import Limits, Sampling, sampling_params, stop_strings
 from smg.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 SAMPLED_LOGPROB_ONLY = {"tokenspeed"}
 
 PROMPT_TAIL = 8  # tokens that decide how a text continues its prompt
+SEEDS = 2**63  # what engines take as a seed is below it
+
+
+@dataclass(slots=True, kw_only=True)
+class Decoding:
+    """How a sequence's tokens are sampled, and how they become text."""
+
+    params: SamplingParams
+    stops: StopStrings | None = None
+    stop_ids: dict[int, str | int | None] = field(default_factory=dict)
+    keep_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +38,7 @@ class Job:
     """`prompts` x `n` sequences, in that order: sequence i continues prompt i // n."""
 
     prompts: list[list[int]]
-    params: SamplingParams
+    decodings: list[Decoding]  # one for all prompts, or one for each
     n: int = 1
     model: str
     rid: str | None = None
@@ -33,13 +47,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     logprobs: bool = False
-    # How tokens become text.
-    stops: StopStrings | None = None
-    stop_ids: dict[int, str | int | None] = field(default_factory=dict)
-    keep_stop: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    continues_prompt: bool = False
+    continues_prompt: bool = False  # the text goes on where the prompt's ends
     # Per prompt, text around the answer.
     echo: list[bytes] | None = None
     suffix: bytes = b""
@@ -53,23 +61,64 @@ class Job:
     def sequences(self) -> int:
         return len(self.prompts) * self.n
 
+    def prompt(self, sequence: int) -> list[int]:
+        return self.prompts[sequence // self.n]
+
+    def decoding(self, sequence: int) -> Decoding:
+        return self.decodings[sequence // self.n if len(self.decodings) > 1 else 0]
+
     def sampling(self, sequence: int) -> SamplingParams:
         """Sequence i of a prompt samples with seed + i, so that they differ and can be had again."""
+        params = self.decoding(sequence).params
         i = sequence % self.n
-        if i == 0 or self.params.seed is None:
-            return self.params
-        return replace(self.params, seed=self.params.seed + i)
+        if i == 0 or params.seed is None:
+            return params
+        return replace(params, seed=(params.seed + i) % SEEDS)
 
-    def detokenizer(self, model: ModelTokenizer, prompt: list[int]) -> Detokenizer:
+    def detokenizer(self, model: ModelTokenizer, sequence: int) -> Detokenizer:
+        decoding = self.decoding(sequence)
         return Detokenizer(
             model.table,
-            skip_special_tokens=self.skip_special_tokens,
-            spaces_between_special_tokens=self.spaces_between_special_tokens,
-            stop=self.stops,
-            no_stop_trim=self.keep_stop,
-            min_tokens=self.params.min_tokens or 0,
-            prompt_tail_ids=prompt[-PROMPT_TAIL:] if self.continues_prompt else None,
+            skip_special_tokens=decoding.skip_special_tokens,
+            spaces_between_special_tokens=decoding.spaces_between_special_tokens,
+            stop=decoding.stops,
+            no_stop_trim=decoding.keep_stop,
+            min_tokens=decoding.params.min_tokens or 0,
+            prompt_tail_ids=self.prompt(sequence)[-PROMPT_TAIL:] if self.continues_prompt else None,
         )
+
+
+def decoding(
+    request: Sampling,
+    model: ModelTokenizer,
+    limits: Limits,
+    *,
+    max_tokens: int | None,
+    min_tokens: int | None,
+    logprobs: int | None,
+) -> Decoding:
+    """What `request` says about it; raises for what it may not say."""
+    for name in ("logit_bias", "stop_token_ids"):
+        ids = getattr(request, name)
+        if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
+            worst = min(ids) if min(ids) < 0 else max(ids)
+            raise invalid(name, f"{name}: token id {worst} is outside the vocabulary (0..{model.vocab_size - 1})")
+    stop = stopping(request, model, limits)
+    return Decoding(
+        params=sampling_params(
+            request,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            logprobs=logprobs,
+            stop_token_ids=stop.engine_ids,
+            limits=limits,
+        ),
+        stops=stop.stops,
+        stop_ids=stop.stop_ids,
+        keep_stop=bool(request.no_stop_trim or request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+    )
 
 
 @dataclass(slots=True)

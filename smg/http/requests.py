@@ -87,6 +87,11 @@ class Sampling(Struct, kw_only=True):
     thinking_budget: Any = None
     bad_words: Any = None
     logits_processors: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
 
 
 class OpenAIFields(Sampling, kw_only=True):
@@ -199,6 +204,11 @@ REFUSED = {
     "bad_words": "is not supported; use logit_bias where the engine has it",
     "logits_processors": "is not supported",
     "custom_logit_processor": "is not supported",
+    "guided_json": "is not supported; use response_format",
+    "guided_regex": "is not supported; use regex",
+    "guided_choice": "is not supported; use regex",
+    "guided_grammar": "is not supported; use ebnf",
+    "structured_outputs": "is not supported; use response_format, regex or ebnf",
     "stop_regex": "is not supported; stop strings are",
     "lora_path": "is not supported: the engines' wire has no adapter field here",
     "lora_request": "is not supported: the engines' wire has no adapter field here",

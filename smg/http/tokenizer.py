@@ -85,6 +85,7 @@ class ModelTokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from smg._sse import Histogram
 from smg._text import TokenTable
 from smg.http.completion import Completion
 from smg.http.exchange import Exchange
-from smg.http.job import Job
+from smg.http.job import Decoding, Job
 from smg.sampling import SamplingParams
 
 MODEL = Path(smg.__file__).parent / "data" / "demo-model"
@@ -139,6 +140,8 @@ class Script:
 
 
 def job(prompt: str = "Hello", n: int = 1, **options) -> Job:
-    options.setdefault("params", SamplingParams(max_tokens=16))
-    options.setdefault("stop_ids", {END: None})
-    return Job(prompts=[ids(prompt)], n=n, model="m", **{"stream": True, **options})
+    of_decoding = {field.name for field in fields(Decoding)} & options.keys()
+    decoding = {"params": SamplingParams(max_tokens=16), "stop_ids": {END: None}}
+    decoding |= {name: options.pop(name) for name in of_decoding}
+    options = {"decodings": [Decoding(**decoding)], "stream": True, **options}
+    return Job(prompts=[ids(prompt)], n=n, model="m", **options)

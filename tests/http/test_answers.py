@@ -52,6 +52,12 @@ def test_the_same_seed_says_the_same_and_n_goes_on_from_it(served):
     assert [served.chat(seed=5 + i).json["choices"][0]["message"]["content"] for i in range(3)] == three
 
 
+def test_seeds_of_n_go_on_from_the_highest_at_the_lowest(serve):
+    served = serve()
+    assert served.chat(seed=2**63 - 1, n=2).status == 200
+    assert sorted(add["sampling_params"]["seed"] for add in served.mock.requests()) == [0, 2**63 - 1]
+
+
 def test_n_counts_the_prompt_once_and_every_completion(served):
     one = served.chat(n=1).json["usage"]
     four = served.chat(n=4).json["usage"]
@@ -304,6 +310,25 @@ def test_generate_for_several_prompts_is_a_list(served):
     assert [one["meta_info"]["id"] for one in found] == ["x-0", "x-1", "y-0", "y-1"]
     events = served.ask(GENERATE, body | {"stream": True}).events[:-1]
     assert {event["index"] for event in events} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_generate_may_sample_every_prompt_in_its_own_way(serve, stream):
+    served = serve()
+    ways = [
+        {"max_new_tokens": 2, "temperature": 0.5, "sampling_seed": 1, "n": 2},
+        {"max_new_tokens": 0, "n": 2},
+        {"max_new_tokens": 4, "top_p": 0.25, "sampling_seed": 7, "n": 2, "stop": "never said", "no_stop_trim": True},
+    ]
+    answer = served.ask(GENERATE, {"text": ["a", "b", "c"], "sampling_params": ways, "stream": stream})
+    found = answer.json if not stream else [{}] * 6
+    for event in answer.events[:-1]:
+        found[event["index"]] = event
+    assert [len(one["output_ids"]) for one in found] == [2, 2, 0, 0, 4, 4]
+    sent = {add["sampling_params"]["seed"]: add["sampling_params"] for add in served.mock.requests()}
+    assert sorted(sent) == [1, 2, 7, 8]
+    assert {(sent[seed]["temperature"], sent[seed]["max_new_tokens"]) for seed in (1, 2)} == {(0.5, 2)}
+    assert {(sent[seed]["top_p"], sent[seed]["max_new_tokens"]) for seed in (7, 8)} == {(0.25, 4)}
 
 
 def test_generate_logprobs(served):

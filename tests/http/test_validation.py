@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from smg.engine.group import EngineGroup
+
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 USER = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -33,6 +35,9 @@ BOTH = [
     {"seed": -1},
     {"seed": 2**64},
     {"logit_bias": {"5": 101}},
+    {"logit_bias": {"99999999": 1}},
+    {"logit_bias": {"-1": 1}},
+    {"stop_token_ids": [5, 99999999]},
     {"min_tokens": 5},
     {"priority": 1},
     {"max_tokens": -1},
@@ -62,6 +67,12 @@ RANGES = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
     (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"tool_choice": "auto"}, "tool_choice"),
+    (CHAT, {"function_call": "auto"}, "function_call"),
+    *(
+        (CHAT, {"chat_template_kwargs": {name: None}}, f"chat_template_kwargs.{name}")
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message")
+    ),
     (CHAT, {"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
     (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -85,6 +96,9 @@ RANGES = [
     (GENERATE, {"return_logprob": True, "top_logprobs_num": 2}, "top_logprobs_num"),
     (GENERATE, {"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
     (GENERATE, {"rid": ["a", "b"]}, "rid"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{}, {"top_k": 0}]}, "top_k"),
 ]
 
 UNSUPPORTED = [
@@ -101,6 +115,8 @@ UNSUPPORTED = [
     (TEXT, {"best_of": 3}, "best_of"),
     (TEXT, {"echo": True, "logprobs": 1}, "logprobs"),
     (TEXT, {"thinking_budget": 5}, "thinking_budget"),
+    *((path, {"guided_json": {"type": "object"}}, "guided_json") for path in (CHAT, TEXT)),
+    (CHAT, {"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
     (GENERATE, {"image_data": "x"}, "image_data"),
     (GENERATE, {"token_ids_logprob": [1]}, "token_ids_logprob"),
     (GENERATE, {"return_hidden_states": True}, "return_hidden_states"),
@@ -216,6 +232,22 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_sent(serve):
         assert answer.json["error"]["code"] == "context_length_exceeded"
         assert answer.json["error"]["param"] == param
     assert served.group.counters["requests"] == [0, 0]
+
+
+def test_the_models_own_context_counts_where_engines_report_none(serve, monkeypatch):
+    served = serve()
+    monkeypatch.setattr(EngineGroup, "max_model_len", None)
+    served.front.model.context = 16
+    assert served.ask("/v1/models").json["data"][0]["max_model_len"] == 16
+    answer = served.ask(TEXT, {"prompt": [5] * 16, "max_tokens": 4})
+    assert answer.json["error"]["code"] == "context_length_exceeded"
+    assert served.ask(TEXT, {"prompt": [5] * 15, "max_tokens": 4}).status == 200
+    assert sum(served.group.counters["requests"]) == 1
+
+
+def test_variables_for_the_template_may_have_any_other_name(served):
+    variables = {"self": 1, "template": 2, "context": 3, "enable_thinking": False, "no name": 4, "bos_token": "x"}
+    assert served.chat(chat_template_kwargs=variables).status == 200
 
 
 def test_a_template_error_is_the_clients_with_its_message(served):
