@@ -10,9 +10,11 @@ events `{"event": name, "rank": index, "incarnation": n, ...}` in the order in w
     timeout      no INIT came                          refused_init  an INIT that cannot be used: reason
     blocked      the output socket is full             unblocked
     undecodable  a message was dropped: reason         dropped       an ADD was lost on purpose
+    deaf         it hears no message any more: reason  crashed       it dies of a message: reason
 with `record` also
     add          rid, outcome (queued, rejected, killed), reason
     abort        rids
+    utility      method                                wave          a START of it
     finish       rid, reason, completion_tokens
 """
 
@@ -197,6 +199,10 @@ class Controls(ABC):
     def engine_index(self, index: int | None, rank: int) -> None:
         """Claim this engine index in all frames from now on; None: the true one again."""
         self.call("engine_index", rank, index=index)
+
+    def deafen(self, rank: int | None = None, **trigger: int) -> None:
+        """Hear no message any more, while steps go on, as vLLM does after one that it cannot decode."""
+        self.call("deafen", rank, **trigger)
 
     def drop_adds(self, count: int = 1, rank: int | None = None) -> None:
         """Lose the next ADDs, as the engine loses those it cannot decode."""

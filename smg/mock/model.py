@@ -30,6 +30,13 @@ class Load(NamedTuple):
     kv_total_pages: int
 
 
+class Ending(NamedTuple):
+    """How an engine ends a reply at its limits."""
+
+    spare: int = 0  # places of the context that no reply may take
+    limit_first: bool = False  # whether a token that is the last one allowed counts as that, even if it would stop
+
+
 @dataclass(slots=True)
 class Batch:
     """The outputs of one step as parallel columns, one entry per request."""
@@ -42,7 +49,7 @@ class Batch:
     cached_tokens: list[int]
     logprobs: list[list[float]]  # [] when off
     logprob_ids: list[list[int]]
-    load: Load
+    load: Load | None  # None: not a step's, but an answer that the engine gives beside them
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +104,15 @@ class Engine:
     any clock that does not go back.
     """
 
-    def __init__(self, settings: Settings, replies: Replies) -> None:
+    def __init__(self, settings: Settings, replies: Replies, ending: Ending) -> None:
         self.due: float | None = None
+        self.admitting = True  # whether requests may leave the queue
         self.tick = 0  # steps completed
         self.counts = Counts()
         self._settings = settings
         self._replies = replies
+        self._ending = ending
+        self._halted = False
         self._gain = settings.tokens_per_step
         self._page = settings.page_size
         self._pages_total = settings.kv_pages
@@ -134,9 +144,24 @@ class Engine:
         return len(self._prefilling) + len(self._decoding)
 
     @property
+    def eos(self) -> int | None:
+        """The id that a reply ends with by itself."""
+        return self._replies.eos
+
+    @property
     def load(self) -> Load:
         """The state right now (rows carry the one of their step's planning)."""
         return Load(self.running, len(self._waiting), self._pages_active, self._pages_total)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way."""
+        return self._planned and not self._halted
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that steps could bring further, which are none while it is halted."""
+        return 0 if self._halted else self.running + (len(self._waiting) if self.admitting else 0)
 
     def __contains__(self, rid: str) -> bool:
         return rid in self._by_rid
@@ -157,7 +182,7 @@ class Engine:
         request.state = "waiting"
         self._by_rid[request.rid] = request
         self._waiting[request] = None
-        if self.due is None:
+        if self.due is None and not self._halted:
             self.due = now
 
     def abort(self, rid: str) -> bool:
@@ -167,6 +192,23 @@ class Engine:
             return False
         self._leave(request)
         return True
+
+    def halt(self) -> None:
+        """Make no step, not even the one under way, until `go`."""
+        self._halted = True
+        self.due = None
+
+    def go(self, now: float) -> None:
+        """End a halt, and admit requests again."""
+        self._halted = False
+        self.admitting = True
+        if self.due is None and self._by_rid:
+            self.due = now
+
+    def preempt_all(self) -> None:
+        """Send every running request back to the queue."""
+        while self.running:
+            self._preempt()
 
     def step(self, now: float) -> Batch | None:
         """Do what is due by `now`: complete the step under way and plan the next one.
@@ -208,13 +250,12 @@ class Engine:
         """Settle how the request will end, which its seed and limits decide."""
         replies = self._replies
         request.start = replies.start(request.seed)
-        # As TokenSpeed clamps it: max_req_len is the context - 1, and one more place is kept free.
         room = min(
-            self._settings.max_model_len - 2 - request.prompt_tokens,
+            self._settings.max_model_len - self._ending.spare - request.prompt_tokens,
             self._pages_total * self._page - self._gain - request.prompt_tokens,
         )
         limit = max(1, room if request.max_tokens is None else min(request.max_tokens, room))
-        ends = [(limit, 0, "length")]  # at equal length the limit wins, as in the engine
+        ends = [(limit, 0 if self._ending.limit_first else 3, "length")]  # the second decides at equal length
         if not request.ignore_eos:
             natural = replies.natural_length(request.seed)
             if natural is not None:
@@ -255,7 +296,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Move requests from the queue to the prefill while there is room for the next one."""
-        while self._waiting and self.running < self._settings.max_running:
+        while self._waiting and self.admitting and self.running < self._settings.max_running:
             request = next(iter(self._waiting))
             paid = request.prompt_tokens + request.done + 1
             pages = self._pages(paid)

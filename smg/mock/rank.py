@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from smg.errors import HandshakeError
-from smg.mock.dialect import ADD, DEAD, Dialect, Taken, Undecodable, dialect_of
+from smg.mock.dialect import ADD, DEAD, Deadly, Deafening, Dialect, Taken, Undecodable, dialect_of
 from smg.mock.model import Batch, Engine
 from smg.mock.replies import Replies
 from smg.mock.settings import Settings
@@ -26,16 +26,23 @@ CLOSING_LINGER_MS = 1000  # the engine lingers for ever; a tool must come to an 
 
 # What `stats` counts per incarnation, beside the engine's own totals.
 COUNTERS = (
-    "adds",  # ADDs that arrived; each is then one of the next five
+    "adds",  # ADDs that arrived; each is then one of the next seven
     "queued",
-    "rejected",  # answered with a terminal "abort"
+    "rejected",  # answered with a terminal "abort" or "error"
     "killed",  # dropped silently because of an earlier abort of that id
     "dropped",  # by `drop_adds`
-    "undecodable",  # messages of any kind
+    "undecodable",  # messages of any kind that were dropped
+    "deafening",  # messages of any kind after which it hears no other
+    "deadly",  # messages of any kind that it died of
     "duplicates",  # queued although a request of that id was there
     "aborts",  # ids named by ABORTs
+    "utilities",  # calls
+    "waves",  # STARTs of them
+    "ignored",  # messages of kinds that mean nothing to it
     "frames",  # output messages, faults included
 )
+
+COUNTED_AS = {"abort": "aborts", "utility": "utilities", "wave": "waves", "ignored": "ignored"}
 
 Watch = dict[int, Callable[[], None]]
 Report = Callable[..., None]  # (event's name, **fields)
@@ -73,8 +80,8 @@ class Rank:
 
     def _begin(self) -> None:
         """Set up what belongs to one incarnation."""
-        self.engine = Engine(self._settings, self._replies)
         dialect = dialect_of(self._settings.backend)
+        self.engine = Engine(self._settings, self._replies, dialect.ending)
         self._dialect: Dialect = dialect(self._settings, self.engine, self._vocab_size)
         self._counts: Counter[str] = Counter()
         self._claimed_index = self.index  # what its frames say
@@ -113,15 +120,17 @@ class Rank:
         if due is None or due > now:
             return
         if self.state == "live":
-            self._emit(self.engine.step(now))
+            self._make_step(now)
         else:
             self._report("timeout", reason=f"no INIT within {self._settings.handshake_timeout:g} s")
             self.die()
 
     def close(self, sentinel: bool) -> None:
-        """End as the engine's close() does."""
-        if sentinel and self.state == "live":
-            self._send([DEAD])
+        """End as an engine that is told to. Without a sentinel, it does not send one where it should."""
+        if self.state == "live":
+            for frames in self._dialect.farewell(self._claimed_index):
+                if sentinel or frames != [DEAD]:
+                    self._send(frames)
         self._hang_up(CLOSING_LINGER_MS)
 
     # -- operations
@@ -157,7 +166,7 @@ class Rank:
         """Make that many steps at once, whatever time it is; fewer when the engine runs out of work."""
         target = self.engine.counts.steps + count
         while self.state == "live" and self.engine.due is not None and self.engine.counts.steps < target:
-            self._emit(self.engine.step(max(self.engine.due, time.monotonic())))
+            self._make_step(max(self.engine.due, time.monotonic()))
 
     def proceed(self) -> None:
         """Take the handshake steps that were withheld."""
@@ -200,6 +209,12 @@ class Rank:
     def raw(self, frames: list[str]) -> None:
         """Send a message of these frames, given in hex."""
         self._send([bytes.fromhex(frame) for frame in frames])
+
+    def deafen(self, reason: str = "told to") -> None:
+        """Hear no message any more, while steps go on. The input socket closes, as vLLM's does."""
+        if "input" in self._sockets:
+            self._close("input", CLOSING_LINGER_MS)
+        self._report("deaf", reason=reason)
 
     def drop_adds(self, count: int = 1) -> None:
         """Lose the next ADDs unread."""
@@ -248,15 +263,21 @@ class Rank:
                 self.die()
 
     def _connect(self, init: handshake.Init) -> None:
-        """READY first, then the data sockets and the registration, as TokenSpeed does it."""
+        """READY and registration, in the engine's order. TokenSpeed connects its data sockets after READY."""
         self._deadline = None
+        dialect, mark = self._dialect, self._settings.input_hwm
         source = self._open("input", zmq.DEALER)
-        source.rcvhwm = self._settings.input_hwm
-        self._open("output", zmq.PUSH)
-        self._unless_withheld("ready", lambda: self._say(self._dialect.ready()))
+        source.sndhwm = dialect.hwm
+        source.rcvhwm = dialect.hwm if mark is None else mark
+        sink = self._open("output", zmq.PUSH)
+        sink.sndhwm = dialect.hwm
+        if not dialect.registers_first:
+            self._unless_withheld("ready", lambda: self._say(dialect.ready()))
         source.connect(init.inputs[0])
-        self._unless_withheld("registration", lambda: source.send(self._dialect.registration(self.index)))
-        self._sockets["output"].connect(init.outputs[0])
+        self._unless_withheld("registration", lambda: source.send(dialect.registration(self.index)))
+        sink.connect(init.outputs[0])
+        if dialect.registers_first:
+            self._unless_withheld("ready", lambda: self._say(dialect.ready()))
         if not self._postponed:
             self._go_live()
 
@@ -298,6 +319,12 @@ class Rank:
             except Undecodable as error:
                 self._counts["undecodable"] += 1
                 self._report("undecodable", reason=str(error))
+            except Deafening as error:
+                self._counts["deafening"] += 1
+                self.deafen(str(error))
+            except Deadly as error:
+                self._counts["deadly"] += 1
+                self._crash(error)
         if is_add and self._armed:
             self._count_down("after_adds")
 
@@ -306,18 +333,50 @@ class Rank:
             self._counts[taken.outcome] += 1
             self._counts["duplicates"] += taken.duplicate
         else:
-            self._counts["aborts"] += len(taken.rids)
+            self._counts[COUNTED_AS[taken.event]] += len(taken.rids) if taken.event == "abort" else 1
         if self._settings.record:
-            if taken.event == "add":
-                self._report("add", rid=taken.rids[0], outcome=taken.outcome, reason=taken.reason)
-                who = {"rank": self.index, "incarnation": self.incarnation, "outcome": taken.outcome}
-                self.requests.append({**who, **taken.request})
-            else:
-                self._report("abort", rids=taken.rids)
+            self._record(taken)
         if taken.answer is not None:
             self._emit(taken.answer)
+        if self._held or not self.engine.stepping:
+            self._attend()
+
+    def _record(self, taken: Taken) -> None:
+        if taken.event == "add":
+            self._report("add", rid=taken.rids[0], outcome=taken.outcome, reason=taken.reason)
+            who = {"rank": self.index, "incarnation": self.incarnation, "outcome": taken.outcome}
+            self.requests.append({**who, **taken.request})
+        elif taken.event == "abort":
+            self._report("abort", rids=taken.rids)
+        elif taken.event == "utility":
+            self._report("utility", method=taken.method)
+        elif taken.event == "wave":
+            self._report("wave", wave=taken.wave)
+
+    def _attend(self) -> None:
+        """Send what the engine does between steps."""
+        if self.state != "live":
+            return
+        for frames in self._dialect.between_steps(self._claimed_index):
+            self._send(frames)
+
+    def _crash(self, error: Deadly) -> None:
+        self._report("crashed", reason=str(error))
+        if error.said:
+            self._send([DEAD])
+        self._hang_up(CLOSING_LINGER_MS)
 
     # -- output
+
+    def _make_step(self, now: float) -> None:
+        """Do what is due, and send what came of it."""
+        before = self.engine.counts.steps
+        batch = self.engine.step(now)
+        self._emit(batch)
+        if self.engine.counts.steps > before and self.state == "live":
+            if self._dialect.reports_every_step and (batch is None or self.engine.due is None):
+                self._emit(self._no_rows())
+            self._attend()
 
     def _emit(self, batch: Batch | None) -> None:
         """Send what the engine has put out."""
@@ -363,6 +422,9 @@ class Rank:
             self._flush()
 
     # -- helpers
+
+    def _no_rows(self) -> Batch:
+        return Batch([], [], [], [], [], [], [], [], load=self.engine.load)
 
     def _one_row(self, rid: str, tokens: list[int], reason: str, prompt: int, completion: int) -> Batch:
         return Batch([rid], [tokens], [reason], [prompt], [completion], [0], [[]], [[]], load=self.engine.load)

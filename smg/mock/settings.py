@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-BACKENDS = ("tokenspeed",)
+BACKENDS = ("tokenspeed", "vllm")
 HANDSHAKE_STEPS = ("hello", "ready", "registration")
 
 
@@ -44,6 +44,10 @@ class Settings:
         "size of the whole group as the ranks register it (default: start index + ranks)",
         type=int,
         metavar="N",
+    )
+    vllm_version: str = _option("0.32.0", "the version that ranks of --backend vllm register", metavar="VERSION")
+    lockstep: bool = _option(
+        False, "with --backend vllm: the ranks make every step together, as those of an MoE model", action="store_true"
     )
     handshake_timeout: float = _option(
         600.0, "give up when no INIT came after this long", type=float, metavar="SECONDS"
@@ -110,9 +114,12 @@ class Settings:
     registration: str | None = _option(
         None, "JSON object laid over the registration map; null removes a key", metavar="JSON"
     )
-    input_hwm: int = _option(
-        1000,
-        "receive high-water mark of the input socket (the engine's: libzmq's default)",
+    max_loras: int = _option(
+        0, "with --backend vllm: LoRA adapters in one batch; 0: the engine has none", type=int, metavar="N"
+    )
+    input_hwm: int | None = _option(
+        None,
+        "receive high-water mark of the input socket (default: the engine's)",
         type=int,
         metavar="N",
     )
@@ -143,7 +150,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{flag(name)} {value}: must be at least {least}")
         if self.backend not in BACKENDS:
             raise ValueError(f"--backend {self.backend}: must be one of {', '.join(BACKENDS)}")
@@ -151,6 +158,8 @@ class Settings:
             raise ValueError(f"--slim-elements {self.slim_elements}: must be 9, 10 or 14")
         if self.start_index + self.ranks > 65536:
             raise ValueError(f"--start-index {self.start_index}: an engine index must be below 65536")
+        if self.lockstep and (self.backend != "vllm" or self.group_size < 2 or self.group_size != self.ranks):
+            raise ValueError("--lockstep: needs --backend vllm, and the two or more ranks of a group in this process")
         for step in self.withhold:
             if step not in HANDSHAKE_STEPS:
                 raise ValueError(f"--withhold {step}: must be one of {', '.join(HANDSHAKE_STEPS)}")
@@ -222,7 +231,7 @@ _LEAST = {
     "ranks": 1, "start_index": 0, "handshake_timeout": 0,
     "step_ms": 0, "decode_per_req_ms": 0, "prefill_tps": 0, "prefill_chunk": 1, "tokens_per_step": 1,
     "max_running": 1, "kv_pages": 1, "page_size": 1, "max_model_len": 3, "cached_tokens": 0,
-    "vocab_size": 2, "input_hwm": 0,
+    "vocab_size": 2, "max_loras": 0, "input_hwm": 0,
 }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ RANK_OPERATIONS: dict[str, Callable[..., Any]] = {
         Rank.malformed,
         Rank.emit,
         Rank.raw,
+        Rank.deafen,
         Rank.drop_adds,
         Rank.engine_index,
         Rank.stats,

@@ -8,13 +8,15 @@ deliberately not shared with `smg.protocol.tokenspeed`, so that a slip in the ro
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import msgpack
 
-from smg.mock.dialect import ADD, Taken, Undecodable
-from smg.mock.model import Batch, Engine, Request
+from smg.mock.dialect import ADD, DEAD, Taken, Undecodable, spoiled
+from smg.mock.fields import Field, anything, ints, is_bool, is_float, is_int, is_list, is_map, is_str, str_or_strs
+from smg.mock.lockstep import Member
+from smg.mock.model import Batch, Ending, Engine, Request
 from smg.mock.settings import Settings
 from smg.protocol import handshake
 
@@ -29,113 +31,68 @@ TOP_K_ALL = 1 << 30
 TOP_K_END = 128
 GREEDY_BELOW = 1e-6  # temperature
 
-Kind = Callable[[Any], bool]
-
-
-def _int(value: Any) -> bool:
-    return type(value) is int
-
-
-def _float(value: Any) -> bool:
-    return type(value) in (float, int)
-
-
-def _bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _str(value: Any) -> bool:
-    return type(value) is str
-
-
-def _map(value: Any) -> bool:
-    return type(value) is dict and all(map(_str, value))
-
 
 def _biases(value: Any) -> bool:
-    return _map(value) and all(map(_float, value.values()))
-
-
-def _ints(value: Any) -> bool:
-    return type(value) is list and set(map(type, value)) <= {int}
-
-
-def _texts(value: Any) -> bool:
-    return _str(value) or (type(value) is list and all(map(_str, value)))
-
-
-def _list(value: Any) -> bool:
-    return type(value) is list
-
-
-def _any(value: Any) -> bool:
-    return True
-
-
-class Field(NamedTuple):
-    name: str
-    accepts: Kind
-    default: Any = None
-    nil: bool = True  # whether nil is accepted too
+    return is_map(value) and all(map(is_float, value.values()))
 
 
 REQUEST = (
-    Field("rid", _texts),
-    Field("http_worker_ipc", _str),
-    Field("input_text", _str),
-    Field("input_ids", _ints),
-    Field("sampling_params", _list, nil=False),
-    Field("return_logprob", _bool, False, nil=False),
-    Field("logprob_start_len", _int, -1, nil=False),
-    Field("top_logprobs_num", _int, 0, nil=False),
-    Field("token_ids_logprob", _ints),
-    Field("stream", _bool, False, nil=False),
-    Field("input_embeds", _list),
-    Field("session_params", _list),
-    Field("custom_logit_processor", _str),
-    Field("return_hidden_states", _bool, False, nil=False),
-    Field("created_time", _float, 0.0, nil=False),
-    Field("bootstrap_host", _str),
-    Field("bootstrap_port", _int),
-    Field("bootstrap_room", _int),
-    Field("input_multi_ids", _list),
-    Field("input_extra_infos", _list),
-    Field("input_ids_unpadded", _ints),
-    Field("multimodal_inputs", _any),
-    Field("validation_error", _str),
-    Field("data_parallel_rank", _int),
+    Field("rid", str_or_strs),
+    Field("http_worker_ipc", is_str),
+    Field("input_text", is_str),
+    Field("input_ids", ints),
+    Field("sampling_params", is_list, nil=False),
+    Field("return_logprob", is_bool, False, nil=False),
+    Field("logprob_start_len", is_int, -1, nil=False),
+    Field("top_logprobs_num", is_int, 0, nil=False),
+    Field("token_ids_logprob", ints),
+    Field("stream", is_bool, False, nil=False),
+    Field("input_embeds", is_list),
+    Field("session_params", is_list),
+    Field("custom_logit_processor", is_str),
+    Field("return_hidden_states", is_bool, False, nil=False),
+    Field("created_time", is_float, 0.0, nil=False),
+    Field("bootstrap_host", is_str),
+    Field("bootstrap_port", is_int),
+    Field("bootstrap_room", is_int),
+    Field("input_multi_ids", is_list),
+    Field("input_extra_infos", is_list),
+    Field("input_ids_unpadded", ints),
+    Field("multimodal_inputs", anything),
+    Field("validation_error", is_str),
+    Field("data_parallel_rank", is_int),
 )
 
 SAMPLING = (
-    Field("max_new_tokens", _int),
-    Field("stop", _texts),
-    Field("stop_token_ids", _ints),
-    Field("temperature", _float, 1.0, nil=False),
-    Field("top_p", _float, 1.0, nil=False),
-    Field("top_k", _int, -1, nil=False),
-    Field("min_p", _float, 0.0, nil=False),
-    Field("frequency_penalty", _float, 0.0, nil=False),
-    Field("presence_penalty", _float, 0.0, nil=False),
-    Field("repetition_penalty", _float, 1.0, nil=False),
-    Field("min_new_tokens", _int, 0, nil=False),
-    Field("json_schema", _str),
-    Field("regex", _str),
-    Field("ebnf", _str),
-    Field("structural_tag", _str),
-    Field("ignore_eos", _bool, False, nil=False),
-    Field("skip_special_tokens", _bool, True, nil=False),
-    Field("spaces_between_special_tokens", _bool, True, nil=False),
-    Field("no_stop_trim", _bool, False, nil=False),
-    Field("thinking_budget", _int),
-    Field("custom_params", _map),
-    Field("stream_interval", _int),
+    Field("max_new_tokens", is_int),
+    Field("stop", str_or_strs),
+    Field("stop_token_ids", ints),
+    Field("temperature", is_float, 1.0, nil=False),
+    Field("top_p", is_float, 1.0, nil=False),
+    Field("top_k", is_int, -1, nil=False),
+    Field("min_p", is_float, 0.0, nil=False),
+    Field("frequency_penalty", is_float, 0.0, nil=False),
+    Field("presence_penalty", is_float, 0.0, nil=False),
+    Field("repetition_penalty", is_float, 1.0, nil=False),
+    Field("min_new_tokens", is_int, 0, nil=False),
+    Field("json_schema", is_str),
+    Field("regex", is_str),
+    Field("ebnf", is_str),
+    Field("structural_tag", is_str),
+    Field("ignore_eos", is_bool, False, nil=False),
+    Field("skip_special_tokens", is_bool, True, nil=False),
+    Field("spaces_between_special_tokens", is_bool, True, nil=False),
+    Field("no_stop_trim", is_bool, False, nil=False),
+    Field("thinking_budget", is_int),
+    Field("custom_params", is_map),
+    Field("stream_interval", is_int),
     Field("logit_bias", _biases),
-    Field("seed", _int),
-    Field("logprobs", _int),
-    Field("n", _int, 1, nil=False),
-    Field("stop_strs", _texts),
-    Field("stop_str_max_len", _int, 0, nil=False),
-    Field("is_normalized", _bool, False, nil=False),
+    Field("seed", is_int),
+    Field("logprobs", is_int),
+    Field("n", is_int, 1, nil=False),
+    Field("stop_strs", str_or_strs),
+    Field("stop_str_max_len", is_int, 0, nil=False),
+    Field("is_normalized", is_bool, False, nil=False),
 )
 
 # Columns of an output frame after its tag, by attribute of Batch; then engine index and the load.
@@ -153,6 +110,13 @@ COLUMNS = {
 
 class TokenSpeed:
     """A `Dialect`."""
+
+    # max_req_len is the context - 1, and one more place is kept free.
+    ending = Ending(spare=2, limit_first=True)
+    hwm = 1000
+    member: Member | None = None
+    registers_first = False
+    reports_every_step = False
 
     def __init__(self, settings: Settings, engine: Engine, vocab_size: int) -> None:
         self._settings = settings
@@ -218,25 +182,21 @@ class TokenSpeed:
         elif kind == "short":
             del elements[8:]
         frame = self._packer.pack({"rids": batch.rids} if kind == "map" else elements)
-        if kind == "truncated":
-            frame = frame[:-1]
-        elif kind == "trailing":
-            frame += b"\x00"
-        elif kind == "garbage":
-            frame = b"\xc1" * len(frame)
-        elif kind == "empty":
-            frame = b""
-        elif kind not in ("ragged", "tag", "short", "map"):
-            raise ValueError(f"kind {kind!r}: must be garbage, empty, truncated, trailing, tag, short, map or ragged")
-        return [frame]
+        return [frame if kind in ("ragged", "tag", "short", "map") else spoiled(frame, kind)]
+
+    def between_steps(self, engine_index: int) -> list[list[bytes]]:
+        return []
+
+    def farewell(self, engine_index: int) -> list[list[bytes]]:
+        return [[DEAD]]
 
     def _elements(self, batch: Batch, engine_index: int) -> list[Any]:
         columns = [getattr(batch, name) for name in COLUMNS.values()]
-        return [OUTPUT_TAG, *columns, engine_index, *batch.load][: self._settings.slim_elements]
+        return [OUTPUT_TAG, *columns, engine_index, *(batch.load or self._engine.load)][: self._settings.slim_elements]
 
     def _add(self, request: dict[str, Any], aux: Sequence[bytes], now: float) -> Taken:
         rid, prompt, sampling = request["rid"], request["input_ids"], request["sampling_params"]
-        if not _str(rid):
+        if not is_str(rid):
             raise Undecodable("rid is not one str")
         if prompt is None:
             raise Undecodable("input_ids is nil")
@@ -335,7 +295,7 @@ def decode_add(payload: bytes) -> dict[str, Any]:
 def decode_abort(payload: bytes) -> list[str]:
     """An ABORT's payload: request ids. Raises Undecodable."""
     rids = _unpack(payload)
-    if type(rids) is not list or not all(map(_str, rids)):
+    if type(rids) is not list or not all(map(is_str, rids)):
         raise Undecodable("the payload is not an array of str")
     return rids
 
@@ -391,12 +351,8 @@ def _unpack(payload: bytes) -> Any:
 
 def _by_name(fields: Sequence[Field], array: list[Any], prefix: str) -> dict[str, Any]:
     values = {}
-    for place, (name, accepts, default, nil) in enumerate(fields):
-        value = array[place] if place < len(array) else default
-        if value is None:
-            if not nil and place < len(array):
-                raise Undecodable(f"{prefix}{name} is nil")
-        elif not accepts(value):
-            raise Undecodable(f"{prefix}{name} has a {type(value).__name__} or a wrong one in it")
-        values[name] = value
+    for place, field in enumerate(fields):
+        values[field.name] = value = array[place] if place < len(array) else field.default
+        if place < len(array) and (fault := field.fault(value)):
+            raise Undecodable(f"{prefix}{fault}")
     return values

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from smg.mock.model import Batch, Engine, Load, Request
 from smg.mock.replies import Replies, make_replies
 from smg.mock.settings import Settings
+from smg.mock.tokenspeed import TokenSpeed
 
 DEFAULTS = {"step_ms": 10.0, "vocab_size": 1000}
 REPLIES = make_replies(Settings(**DEFAULTS))
 
 
 def engine_of(replies: Replies = REPLIES, **options: Any) -> Engine:
-    return Engine(Settings(**{**DEFAULTS, **options}), replies)
+    return Engine(Settings(**{**DEFAULTS, **options}), replies, TokenSpeed.ending)
 
 
 def request(rid: str = "a", prompt: int = 8, **fields: Any) -> Request:
@@ -314,13 +315,13 @@ def test_replies_that_end_by_themselves_have_drawn_lengths_and_end_with_the_eos_
     replies = make_replies(settings)
     seen = set()
     for seed in range(60):
-        reason, tokens = ending(Engine(settings, replies), seed=seed, max_tokens=100)
+        reason, tokens = ending(Engine(settings, replies, TokenSpeed.ending), seed=seed, max_tokens=100)
         assert (reason, tokens[-1]) == ("stop", 999)
         assert len(tokens) == replies.natural_length(seed)
         seen.add(len(tokens))
     assert seen == {5, 6, 7, 8, 9}
-    assert ending(Engine(settings, replies), seed=1, max_tokens=100, min_tokens=40)[1][-1] == 999
-    assert ending(Engine(settings, replies), seed=1, max_tokens=100, ignore_eos=True) == (
+    assert ending(Engine(settings, replies, TokenSpeed.ending), seed=1, max_tokens=100, min_tokens=40)[1][-1] == 999
+    assert ending(Engine(settings, replies, TokenSpeed.ending), seed=1, max_tokens=100, ignore_eos=True) == (
         "length",
         replies.window(replies.start(1), 0, 100),
     )

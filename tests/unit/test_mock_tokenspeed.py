@@ -31,7 +31,7 @@ def vectors(*kinds: str) -> list[Any]:
 
 def dialect_of(**options: Any) -> tuple[TokenSpeed, Engine]:
     settings = Settings(**{"vocab_size": 1000, **options})
-    engine = Engine(settings, REPLIES)
+    engine = Engine(settings, REPLIES, TokenSpeed.ending)
     return TokenSpeed(settings, engine, settings.vocab_size), engine
 
 
