@@ -17,6 +17,7 @@ class Admission:
     def __init__(self, limit: int = -1, queue_size: int = 100, queue_timeout: float = 60.0) -> None:
         self.limit, self.queue_size, self.queue_timeout = limit, queue_size, queue_timeout
         self.active = 0  # requests being served
+        self.allowed = 0  # that got a place, so far
         self.rejected = {"full": 0, "timeout": 0}
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._idle: asyncio.Future[None] | None = None
@@ -29,6 +30,7 @@ class Admission:
         """Take a place if one is free and nobody waits for it."""
         if self.limit < 0 or (self.active < self.limit and not self._waiting):
             self.active += 1
+            self.allowed += 1
             return True
         return False
 
@@ -49,6 +51,7 @@ class Admission:
         late = loop.call_later(self.queue_timeout, self._expire, place)
         try:
             await place
+            self.allowed += 1
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
                 self.leave()  # the place came in the same moment; the next one gets it

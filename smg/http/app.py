@@ -133,6 +133,7 @@ class App:
             front.check_takes_work()
             job = await front.prepare(path, body)
             del body
+            front.metrics.routed[path, job.stream] += 1
             completion = front.completion(path, job, exchange)
             try:
                 completion.start()

@@ -53,7 +53,7 @@ class Completion:
         """Submit every sequence. Raises what `submit` raises, and then nothing is left running."""
         job, front, wire = self.job, self.front, self.wire
         protocol: Any = self.exchange.request.protocol
-        metrics = front.metrics
+        latencies = front.metrics.latencies[self.exchange.path]
         front.active.add(self)
         try:
             for index in range(job.sequences):
@@ -76,8 +76,8 @@ class Completion:
                     collect=job.native,
                     keep_ids=job.native,
                     prompt_tokens=len(job.prompt(index)),
-                    first_token=metrics.first_token,
-                    between_tokens=metrics.between_tokens,
+                    first_token=latencies.first_token,
+                    between_tokens=latencies.between_tokens,
                 )
                 if stream is not None:
                     choice.stream = stream

@@ -108,7 +108,7 @@ class Front:
             self.options.max_concurrent_requests, self.options.queue_size, self.options.queue_timeout_secs
         )
         self.unknown_fields: Counter[str] = Counter()
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(self, {path: endpoint.name for path, endpoint in ENDPOINTS.items()})
         self.started = int(time.time())
         self.draining = False
         self.active: set[Completion] = set()

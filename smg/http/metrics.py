@@ -6,15 +6,17 @@ outputs are written; everything else is read when it is asked for.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from smg._sse import Histogram
+from smg.http.render import usage_counts
 
 if TYPE_CHECKING:
     from smg.http.completion import Completion
@@ -31,23 +33,14 @@ FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
 )  # fmt: skip
 DURATION_BOUNDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
-)
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0,
+    240.0, 300.0, 480.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0, 5400.0, 7200.0,
+)  # fmt: skip
+
+#: Labels that never change. "grpc" is what the Rust gateway calls its router of token ids, over ZeroMQ too.
+ROUTER_TYPE, BACKEND_TYPE, CONNECTION_MODE, WORKER_TYPE = "grpc", "regular", "zmq", "regular"
+#: error code -> what the Rust gateway calls it; every other code is its own name
+ERROR_TYPES = {"no_available_workers": "no_workers", "model_not_found": "no_workers"}
 
 STATES = ("absent", "hello", "live", "stalled", "draining", "dead")
 
@@ -66,18 +59,40 @@ RANK_COUNTERS = {
 END_CAUSES = ("finished", "aborted", "dropped", "died", "deadline", "closed", "lost")
 
 
-class Metrics(Collector):
-    """Counts the front's own events and collects everybody else's."""
+class Latencies:
+    """Durations of one endpoint in seconds: of its sequences, and of whole requests."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self) -> None:
+        self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
+        self.between_tokens = Histogram(BETWEEN_TOKENS_BOUNDS)
+        self.per_token = Histogram(BETWEEN_TOKENS_BOUNDS)
+        self.generation = Histogram(DURATION_BOUNDS)
+        self.request = Histogram(DURATION_BOUNDS)
+
+
+#: attribute of `Latencies` -> metric, what it is, and whether it says how the workers are reached
+LATENCIES = {
+    "first_token": ("smg_router_ttft_seconds", "from a sequence's submission to its first token", False),
+    "between_tokens": ("smg_router_inter_token_seconds", "between two tokens of a sequence", False),
+    "per_token": ("smg_router_tpot_seconds", "a sequence's mean time per token after the first", False),
+    "generation": ("smg_router_generation_duration_seconds", "from a sequence's submission to its last token", False),
+    "request": ("smg_router_request_duration_seconds", "from a request's head to the end of its completion", True),
+}
+
+
+class Metrics(Collector):
+    """Counts the front's own events and collects everybody else's. `endpoints` has the name of each path."""
+
+    def __init__(self, front: Front, endpoints: Mapping[str, str]) -> None:
+        self._front, self._endpoints = front, endpoints
+        self.latencies = {path: Latencies() for path in endpoints}
+        self.routed: Counter[tuple[str, bool]] = Counter()  # (path, streaming)
+        self.errors: Counter[tuple[str, str]] = Counter()  # (path, error code)
         self.requests: Counter[tuple[str, str]] = Counter()  # (method, path)
         self.responses: Counter[tuple[str, int, str]] = Counter()  # (path, status, error code)
         self.tokens: Counter[tuple[str, str]] = Counter()  # (path, "input" or "output")
         self.retries: Counter[tuple[str, bool]] = Counter()  # (path, whether another rank took it)
-        self.durations: dict[str, Histogram] = {}
-        self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
-        self.between_tokens = Histogram(BETWEEN_TOKENS_BOUNDS)
+        self.durations: dict[tuple[str, str], Histogram] = {}  # by (method, path)
         self._server: Server | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -90,9 +105,11 @@ class Metrics(Collector):
         path = exchange.path
         self.requests[method, path] += 1
         self.responses[path, exchange.status, exchange.code] += 1
-        histogram = self.durations.get(path)
+        if exchange.code and path in self._endpoints:
+            self.errors[path, exchange.code] += 1
+        histogram = self.durations.get((method, path))
         if histogram is None:
-            histogram = self.durations[path] = Histogram(DURATION_BOUNDS)
+            histogram = self.durations[method, path] = Histogram(DURATION_BOUNDS)
         histogram.observe(seconds)
 
     def retried(self, path: str, taken: bool) -> None:
@@ -100,16 +117,24 @@ class Metrics(Collector):
         self.retries[path, taken] += 1
 
     def completed(self, path: str, completion: Completion) -> None:
+        latencies = self.latencies[path]
         for choice in completion.choices:
-            self.tokens[path, "output"] += choice.completion_tokens
-            self.tokens[path, "input"] += choice.prompt_tokens
+            if choice.first:
+                latencies.generation.observe(choice.seconds)
+                if choice.completion_tokens > 1:
+                    rest = choice.submitted + choice.seconds - choice.first
+                    latencies.per_token.observe(rest / (choice.completion_tokens - 1))
+        latencies.request.observe(time.monotonic() - completion.exchange.arrived)
+        prompt, output, _ = usage_counts(completion.choices, completion.job.n)
+        self.tokens[path, "input"] += prompt
+        self.tokens[path, "output"] += output
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         yield from self._http()
-        yield from self._latencies()
+        yield from self._router()
         yield from self._workers()
         yield from self._ranks()
 
@@ -126,7 +151,10 @@ class Metrics(Collector):
             responses.add_metric([path, str(status), code], count)
         yield responses
         yield _histograms(
-            "smg_http_request_duration_seconds", "from a request's head to its answer's end", self.durations
+            "smg_http_request_duration_seconds",
+            "from a request's head to its answer's end",
+            ["method", "path"],
+            self.durations,
         )
         connections = self._server.open_connections if self._server is not None else 0
         yield GaugeMetricFamily("smg_http_connections_active", "open HTTP connections", connections)
@@ -138,20 +166,10 @@ class Metrics(Collector):
         for reason, count in admission.rejected.items():
             rejected.add_metric([reason], count)
         yield rejected
-        tokens = CounterMetricFamily(
-            "smg_router_tokens", "tokens of completed requests", labels=["endpoint", "token_type"]
-        )
-        for (path, kind), count in self.tokens.items():
-            tokens.add_metric([path, kind], count)
-        yield tokens
-        labels = ["worker_type", "endpoint"]
-        retries = CounterMetricFamily("smg_worker_retries", "requests that another rank took over", labels=labels)
-        exhausted = CounterMetricFamily(
-            "smg_worker_retries_exhausted", "requests that no further rank took over", labels=labels
-        )
-        for (path, taken), count in self.retries.items():
-            (retries if taken else exhausted).add_metric(["regular", path], count)
-        yield from (retries, exhausted)
+        limited = CounterMetricFamily("smg_http_rate_limit", "requests let in and refused", labels=["result"])
+        limited.add_metric(["allowed"], admission.allowed)
+        limited.add_metric(["rejected"], sum(admission.rejected.values()))
+        yield limited
         unknown = CounterMetricFamily(
             "smg_http_unknown_fields",
             "request fields that were accepted and mean nothing here",
@@ -161,9 +179,44 @@ class Metrics(Collector):
             unknown.add_metric([name], count)
         yield unknown
 
-    def _latencies(self) -> Iterator[Metric]:
-        yield _histograms("smg_router_ttft_seconds", "from submission to the first output", {"": self.first_token}, ())
-        yield _histograms("smg_router_tpot_seconds", "between the tokens of a stream", {"": self.between_tokens}, ())
+    def _router(self) -> Iterator[Metric]:
+        model, endpoints = self._front.model_name, self._endpoints
+        short = ["router_type", "backend_type", "model", "endpoint"]
+        long = ["router_type", "backend_type", "connection_mode", "model", "endpoint"]
+
+        def key(path: str, model: str = model) -> list[str]:
+            return [ROUTER_TYPE, BACKEND_TYPE, CONNECTION_MODE, model, endpoints[path]]
+
+        requests = CounterMetricFamily(
+            "smg_router_requests", "requests for completions that were understood", labels=[*long, "streaming"]
+        )
+        for (path, streaming), count in self.routed.items():
+            requests.add_metric([*key(path), str(streaming).lower()], count)
+        yield requests
+        errors = CounterMetricFamily(
+            "smg_router_request_errors", "requests for completions that failed", labels=[*long, "error_type"]
+        )
+        for (path, code), count in self.errors.items():
+            named = "other" if code == "model_not_found" else model
+            errors.add_metric([*key(path, named), ERROR_TYPES.get(code, code)], count)
+        yield errors
+        for name, (metric, text, reached) in LATENCIES.items():
+            found = {tuple(key(path)): getattr(of_path, name) for path, of_path in self.latencies.items()}
+            if not reached:
+                found = {(*labels[:2], *labels[3:]): histogram for labels, histogram in found.items()}
+            yield _histograms(metric, text, long if reached else short, found)
+        tokens = CounterMetricFamily("smg_router_tokens", "tokens of requests", labels=[*short, "token_type"])
+        for (path, kind), count in self.tokens.items():
+            tokens.add_metric([ROUTER_TYPE, BACKEND_TYPE, model, endpoints[path], kind], count)
+        yield tokens
+        labels = ["worker_type", "endpoint"]
+        retries = CounterMetricFamily("smg_worker_retries", "requests that another rank took over", labels=labels)
+        exhausted = CounterMetricFamily(
+            "smg_worker_retries_exhausted", "requests that no further rank took over", labels=labels
+        )
+        for (path, taken), count in self.retries.items():
+            (retries if taken else exhausted).add_metric([WORKER_TYPE, endpoints[path]], count)
+        yield from (retries, exhausted)
 
     def _workers(self) -> Iterator[Metric]:
         front = self._front
@@ -172,8 +225,20 @@ class Metrics(Collector):
             "engine groups",
             labels=["worker_type", "connection_mode", "model"],
         )
-        size.add_metric(["regular", "zmq", front.model_name], len(front.router.groups))
+        size.add_metric([WORKER_TYPE, CONNECTION_MODE, front.model_name], len(front.router.groups))
         yield size
+        selected = CounterMetricFamily(
+            "smg_worker_selection",
+            "sequences that the policy gave to a worker",
+            labels=["worker_type", "connection_mode", "model", "policy"],
+        )
+        requests = CounterMetricFamily("smg_worker_requests", "sequences sent to a worker", labels=["worker", "model"])
+        sent = {group.url: sum(group.counters["requests"]) for group in front.router.groups}
+        for url, count in sent.items():
+            requests.add_metric([url, front.model_name], count)
+        policy = front.router.policy
+        selected.add_metric([WORKER_TYPE, CONNECTION_MODE, front.model_name, policy], sum(sent.values()))
+        yield from (selected, requests)
         active = GaugeMetricFamily("smg_worker_requests_active", "requests in flight", labels=["worker"])
         health = GaugeMetricFamily("smg_worker_health", "1 when a rank takes work", labels=["worker"])
         for group in front.router.groups:
@@ -220,11 +285,12 @@ class Metrics(Collector):
         yield ended
 
 
-def _histograms(name: str, text: str, histograms: dict[str, Histogram], labels: tuple[str, ...] = ("path",)) -> Metric:
+def _histograms(name: str, text: str, labels: Sequence[str], histograms: Mapping[Any, Histogram]) -> Metric:
+    """One histogram for each tuple of label values."""
     family = HistogramMetricFamily(name, text, labels=labels)
-    for label, histogram in histograms.items():
+    for values, histogram in histograms.items():
         buckets = [
             ("+Inf" if bound == float("inf") else f"{bound:g}", float(count)) for bound, count in histogram.cumulative()
         ]
-        family.add_metric([label] if labels else [], buckets, histogram.sum)
+        family.add_metric(values, buckets, histogram.sum)
     return family

@@ -14,15 +14,16 @@ from multidict import CIMultiDict
 from tokenizers import Tokenizer
 
 import smg
-from smg._sse import Histogram
 from smg._text import TokenTable
 from smg.http.completion import Completion
 from smg.http.exchange import Exchange
 from smg.http.job import Decoding, Job
+from smg.http.metrics import Latencies
 from smg.sampling import SamplingParams
 
 MODEL = Path(smg.__file__).parent / "data" / "demo-model"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+PATH = "/v1/test"
 TABLE = TokenTable(TOKENIZER)
 END = json.loads((MODEL / "generation_config.json").read_text())["eos_token_id"][0]
 
@@ -109,15 +110,13 @@ class Script:
         self.front = SimpleNamespace(
             loop=asyncio.get_running_loop(),
             model=self.model,
-            metrics=SimpleNamespace(
-                first_token=Histogram([1.0]), between_tokens=Histogram([1.0]), retried=lambda path, taken: None
-            ),
+            metrics=SimpleNamespace(latencies={PATH: Latencies()}, retried=lambda path, taken: None),
             active=set(),
             submit=self._submit,
             resubmit=lambda job, index, tried, since: None,
             **front,
         )
-        self.exchange = Exchange(self.client.request, "/v1/test")
+        self.exchange = Exchange(self.client.request, PATH)
         self.completion = Completion(self.front, job, shape(job, "id-1", 1700000000, self.model, None), self.exchange)
         self.completion.start()
 

@@ -108,7 +108,16 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(ipc_dir):
 
 
 def test_launch_takes_the_rust_gateways_flags_with_a_warning(ipc_dir):
-    more = ["--policy", "cache_aware", "--disable-circuit-breaker", "--tool-call-parser", "llama", "--selector", "a=b", "c=d"]
+    more = [
+        "--policy",
+        "cache_aware",
+        "--disable-circuit-breaker",
+        "--tool-call-parser",
+        "llama",
+        "--selector",
+        "a=b",
+        "c=d",
+    ]
     process = command(*launch_arguments(ipc_dir, *more))
     process.stdout.readline()
     process.stdout.readline()

@@ -244,9 +244,10 @@ def test_stopping_at_once_ends_running_requests_with_an_error(serve):
 
 def test_metrics_tell_requests_latencies_and_ranks(serve):
     served = serve(mock={"step_ms": 1})
-    served.chat(n=2)
+    asked = served.chat(n=2)
     served.chat(stream=True)
     served.chat(temperature=9)
+    served.chat(model="nobody")
     served.ask("/nope")
     text = served.metrics()
 
@@ -255,13 +256,30 @@ def test_metrics_tell_requests_latencies_and_ranks(serve):
         assert found, f"{line} is not in the metrics"
         return float(found[1])
 
-    assert value(f'smg_http_requests_total{{method="POST",path="{CHAT}"}}') == 3
+    assert value(f'smg_http_requests_total{{method="POST",path="{CHAT}"}}') == 4
     assert value('smg_http_requests_total{method="GET",path="other"}') == 1
     assert value(f'smg_http_responses_total{{error_code="",path="{CHAT}",status_code="200"}}') == 2
     assert value(f'smg_http_responses_total{{error_code="invalid_value",path="{CHAT}",status_code="400"}}') == 1
-    assert value("smg_router_ttft_seconds_count") == 3
-    assert value("smg_router_tpot_seconds_count") == 3 * 7
-    assert value(f'smg_router_tokens_total{{endpoint="{CHAT}",token_type="output"}}') == 24
+    chat = 'backend_type="regular",endpoint="chat",model="demo",router_type="grpc"'
+    reached = 'backend_type="regular",connection_mode="zmq",endpoint="chat",{}model="{}",router_type="grpc"{}'
+    assert value(f"smg_router_ttft_seconds_count{{{chat}}}") == 3
+    assert value(f"smg_router_inter_token_seconds_count{{{chat}}}") == 3 * 7
+    assert value(f"smg_router_tpot_seconds_count{{{chat}}}") == 3
+    assert value(f"smg_router_generation_duration_seconds_count{{{chat}}}") == 3
+    assert value(f"smg_router_request_duration_seconds_count{{{reached.format('', 'demo', '')}}}") == 2
+    for streaming in ("true", "false"):
+        labels = reached.format("", "demo", f',streaming="{streaming}"')
+        assert value(f"smg_router_requests_total{{{labels}}}") == 1
+    for code, model in (("invalid_value", "demo"), ("no_workers", "other")):
+        labels = reached.format(f'error_type="{code}",', model, "")
+        assert value(f"smg_router_request_errors_total{{{labels}}}") == 1
+    assert value(f'smg_router_tokens_total{{{chat},token_type="output"}}') == 24
+    (one,) = {chat["usage"]["prompt_tokens"] for chat in (asked.json, served.chat().json)}
+    assert value(f'smg_router_tokens_total{{{chat},token_type="input"}}') == 2 * one
+    assert value('smg_http_rate_limit_total{result="allowed"}') == 4
+    assert value('smg_http_rate_limit_total{result="rejected"}') == 0
+    selected = 'connection_mode="zmq",model="demo",policy="least_load",worker_type="regular"'
+    assert value(f"smg_worker_selection_total{{{selected}}}") == 3
     worker = served.group.url
     assert value(f'smg_worker_health{{worker="{worker}"}}') == 1
     assert value(f'smg_worker_requests_active{{worker="{worker}"}}') == 0
