@@ -99,6 +99,7 @@ class PlainConsole:
     def show(self, ranks: Sequence[RankProgress]) -> None:
         for rank in ranks:
             key, state = (rank.worker, rank.rank), (rank.state, rank.fault)
+            self._shown.setdefault(key, ("spawned", ""))  # which was said with the pid
             waits = rank.state != "ready" and rank.elapsed - self._told.get(key, 0.0) >= REMINDER
             if waits or self._shown.get(key) != state:
                 self._shown[key] = state
@@ -117,7 +118,7 @@ class LiveConsole:
         from rich.console import Console as Terminal
         from rich.live import Live
 
-        self._live = Live(console=Terminal(), refresh_per_second=8, transient=False)
+        self._live = Live(console=Terminal(), refresh_per_second=8)
         self._started = False
         self._plain = PlainConsole()
 
@@ -140,6 +141,7 @@ class LiveConsole:
         if not self._started:
             self._started = True
             self._live.start()
+            _redirect_logging()
         table = Table.grid(padding=(0, 2))
         for rank in ranks:
             state = f"[green]{rank.state}[/]" if rank.state == "ready" else Spinner("dots", text=rank.state)
@@ -151,6 +153,14 @@ class LiveConsole:
         if self._started:
             self._started = False
             self._live.stop()
+            _redirect_logging()
+
+
+def _redirect_logging() -> None:
+    """Let log lines go where stderr goes now: above the table while there is one."""
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
 
 
 def make_console() -> Console:

@@ -82,6 +82,10 @@ class WorkerLauncher(ABC):
         """The TCP ports that the engine itself takes for a worker port, by what they are for."""
         return {}
 
+    def ports_apart(self, backend_args: Sequence[str]) -> int:
+        """How far worker ports have to be from each other, for what the engine derives from its own."""
+        return 1
+
     def ranks(self, backend_args: Sequence[str]) -> int:
         """Ranks of one worker: the engine-level data-parallel size."""
         return size_of(backend_args, self.data_parallel) or 1
@@ -162,6 +166,10 @@ class TokenspeedWorkerLauncher(WorkerLauncher):
 
     def listens_on(self, port: int) -> dict[str, int]:
         return {"own port": port, "store": ports.store_port(port)}
+
+    def ports_apart(self, backend_args: Sequence[str]) -> int:
+        # the engine takes up to six ports from the store on, and one more for each rank
+        return 8 + self.ranks(backend_args)
 
     def gpus_per_worker(self, args: argparse.Namespace, backend_args: Sequence[str]) -> int:
         return size_of(backend_args, ("--world-size",)) or super().gpus_per_worker(args, backend_args)

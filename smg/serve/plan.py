@@ -75,6 +75,7 @@ def make_plan(
     chosen = ports.choose_ports(
         args.worker_base_port,
         args.data_parallel_size,
+        launcher.ports_apart(backend_args),
         lambda port: list(launcher.listens_on(port).values()),
         is_free,
     )

@@ -71,15 +71,19 @@ def refuse_clashes(claims: Iterable[tuple[int, str]]) -> None:
 
 
 def choose_ports(
-    base: int, count: int, needed: Callable[[int], Sequence[int]], is_free: Callable[[int], bool]
+    base: int, count: int, apart: int, needed: Callable[[int], Sequence[int]], is_free: Callable[[int], bool]
 ) -> list[int]:
-    """`count` worker ports from `base` upwards, leaving out those whose `needed` ports are not all free."""
+    """`count` worker ports from `base` upwards and at least `apart` from each other.
+
+    Those whose `needed` ports are not all free are left out. Raises ServeError when there are too few.
+    """
     chosen: list[int] = []
-    for port in range(base, HIGHEST_PORT + 1):
-        if len(chosen) == count:
-            break
-        if all(map(is_free, needed(port))):
+    port = base
+    while 0 < port <= HIGHEST_PORT and len(chosen) < count:
+        usable = all(map(is_free, needed(port)))
+        if usable:
             chosen.append(port)
+        port += apart if usable else 1
     if len(chosen) < count:
         raise ServeError(
             f"--worker-base-port {base}: of the ports from there up to {HIGHEST_PORT}, {len(chosen)} can be used "

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from smg.engine.group import EngineGroup
 from smg.serve.console import Console, EngineLogs, Progress, RankProgress
@@ -89,7 +90,9 @@ class Supervisor:
                 f"{worker.plan.name}: pid {process.pid}, {worker.plan.rank_names} to dial {worker.plan.handshake}"
             )
         deadline = time.monotonic() + self._policy.startup_timeout
-        endings = {asyncio.ensure_future(_running(worker).wait()): worker for worker in self._workers}
+        endings: dict[asyncio.Future[int], Worker] = {
+            asyncio.ensure_future(_running(worker).wait()): worker for worker in self._workers
+        }
         try:
             while True:
                 ranks = [rank for worker in self._workers for rank in worker.look()]
@@ -117,7 +120,8 @@ class Supervisor:
         ending = asyncio.gather(*(process.end(self._policy.end_grace) for process in processes))
         if hurry is not None:
             hurried = asyncio.ensure_future(hurry.wait())
-            await asyncio.wait([ending, hurried], return_when=asyncio.FIRST_COMPLETED)
+            waits: list[asyncio.Future[Any]] = [ending, hurried]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
             if not ending.done():
                 for process in processes:
