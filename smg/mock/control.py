@@ -10,6 +10,7 @@ events `{"event": name, "rank": index, "incarnation": n, ...}` in the order in w
     timeout      no INIT came                          refused_init  an INIT that cannot be used: reason
     blocked      the output socket is full             unblocked
     undecodable  a message was dropped: reason         dropped       an ADD was lost on purpose
+    parked       in lockstep, a wave has ended: wave
     deaf         it hears no message any more: reason  crashed       it dies of a message: reason
 with `record` also
     add          rid, outcome (queued, rejected, killed), reason

@@ -16,6 +16,7 @@ import zmq
 
 from smg.errors import HandshakeError
 from smg.mock.dialect import ADD, DEAD, Deadly, Deafening, Dialect, Taken, Undecodable, dialect_of
+from smg.mock.lockstep import Lockstep, Member
 from smg.mock.model import Batch, Engine
 from smg.mock.replies import Replies
 from smg.mock.settings import Settings
@@ -38,6 +39,7 @@ COUNTERS = (
     "aborts",  # ids named by ABORTs
     "utilities",  # calls
     "waves",  # STARTs of them
+    "stale",  # STARTs that it did not heed
     "ignored",  # messages of kinds that mean nothing to it
     "frames",  # output messages, faults included
 )
@@ -63,6 +65,7 @@ class Rank:
         address: str,
         watch: Watch,
         report: Report,
+        group: Lockstep | None = None,
     ) -> None:
         self.index = index
         self.state = "absent"
@@ -75,6 +78,9 @@ class Rank:
         self._address = address
         self._watch = watch
         self._report_event = report
+        self._group = group
+        if group is not None:
+            group.peers.append(self)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._begin()
 
@@ -87,6 +93,7 @@ class Rank:
         self._claimed_index = self.index  # what its frames say
         self._stalled = False
         self._held = self._settings.hold
+        self._steps_due = 0  # of those that `step` asked a rank in lockstep for
         self._unsent: deque[list[bytes]] = deque()  # output that found the socket full
         self._blocked = False  # waiting for the output socket
         self._withheld = set(self._settings.withhold)
@@ -94,6 +101,8 @@ class Rank:
         self._adds_to_drop = 0
         self._armed: list[tuple[dict[str, Any], Run]] = []
         self._deadline: float | None = None
+        if self._group is not None:
+            self._group.restarted()
 
     # -- life
 
@@ -111,16 +120,22 @@ class Rank:
 
     def due(self) -> float | None:
         """When `advance` has something to do (on time.monotonic); None: only a message can bring that."""
-        if self.state == "live" and not (self._stalled or self._held or self._blocked):
-            return self.engine.due
-        return self._deadline
+        if self.state != "live":
+            return self._deadline
+        if self._group is not None:
+            return self._group.due()
+        return None if self._stalled or self._held or self._blocked else self.engine.due
 
     def advance(self, now: float) -> None:
         due = self.due()
         if due is None or due > now:
             return
         if self.state == "live":
-            self._make_step(now)
+            if self._group is not None:
+                self._group.advance(now)
+            else:
+                self.complete_step(now)
+                self.attend()
         else:
             self._report("timeout", reason=f"no INIT within {self._settings.handshake_timeout:g} s")
             self.die()
@@ -157,16 +172,28 @@ class Rank:
     def hold(self) -> None:
         """Read requests and aborts but make no step, until `release`; `step` makes single ones."""
         self._held = True
+        self._steps_due = 0
 
     def release(self) -> None:
         """Go on making steps."""
         self._held = False
+        self._steps_due = 0
 
     def step(self, count: int = 1) -> None:
-        """Make that many steps at once, whatever time it is; fewer when the engine runs out of work."""
+        """Make that many steps at once, whatever time it is; fewer when the engine runs out of work.
+
+        In lockstep, a step is made when every rank that is on hold has been told to.
+        """
+        if self._group is not None:
+            if self._has_work:
+                self._steps_due += count
+            while self._steps_due and self._group.due() is not None:
+                self._group.advance(time.monotonic())
+            return
         target = self.engine.counts.steps + count
         while self.state == "live" and self.engine.due is not None and self.engine.counts.steps < target:
-            self._make_step(max(self.engine.due, time.monotonic()))
+            self.complete_step(max(self.engine.due, time.monotonic()))
+            self.attend()
 
     def proceed(self) -> None:
         """Take the handshake steps that were withheld."""
@@ -238,7 +265,31 @@ class Rank:
             **{name: self._counts[name] for name in COUNTERS},
             **dataclasses.asdict(self.engine.counts),
             **self.engine.load._asdict(),
+            **({} if self._dialect.member is None else {"wave": self.member.wave, "parked": not self.member.running}),
         }
+
+    # -- a lockstep group's view
+
+    @property
+    def member(self) -> Member:
+        assert self._dialect.member is not None
+        return self._dialect.member
+
+    @property
+    def enters(self) -> bool:
+        kept = self._stalled or self._blocked or (self._held and not self._steps_due) or self.member.resuming
+        return self.state == "live" and self._has_work and not kept
+
+    @property
+    def hurries(self) -> bool:
+        return self._steps_due > 0
+
+    @property
+    def _has_work(self) -> bool:
+        return self.member.running or self.engine.due is not None
+
+    def lose(self) -> None:
+        self._crash(Deadly("a peer is gone"))
 
     # -- handshake
 
@@ -338,8 +389,11 @@ class Rank:
             self._record(taken)
         if taken.answer is not None:
             self._emit(taken.answer)
-        if self._held or not self.engine.stepping:
-            self._attend()
+        elif taken.event == "wave" and taken.exclude != self.index:
+            self._counts["stale"] += not self.member.start(taken.wave)
+        busy = self.engine.stepping if self._group is None else self._has_work
+        if self._held or not busy:
+            self.attend()
 
     def _record(self, taken: Taken) -> None:
         if taken.event == "add":
@@ -353,12 +407,17 @@ class Rank:
         elif taken.event == "wave":
             self._report("wave", wave=taken.wave)
 
-    def _attend(self) -> None:
+    def attend(self) -> None:
         """Send what the engine does between steps."""
         if self.state != "live":
             return
+        for wave in self.member.completed if self._group is not None else ():
+            self._steps_due = 0
+            self._report("parked", wave=wave)
         for frames in self._dialect.between_steps(self._claimed_index):
             self._send(frames)
+        if self._group is not None:
+            self._group.settle()
 
     def _crash(self, error: Deadly) -> None:
         self._report("crashed", reason=str(error))
@@ -368,15 +427,15 @@ class Rank:
 
     # -- output
 
-    def _make_step(self, now: float) -> None:
+    def complete_step(self, now: float) -> None:
         """Do what is due, and send what came of it."""
+        self._steps_due -= self._steps_due > 0
         before = self.engine.counts.steps
         batch = self.engine.step(now)
         self._emit(batch)
-        if self.engine.counts.steps > before and self.state == "live":
-            if self._dialect.reports_every_step and (batch is None or self.engine.due is None):
-                self._emit(self._no_rows())
-            self._attend()
+        stepped = self.engine.counts.steps > before and self.state == "live"
+        if stepped and self._dialect.reports_every_step and (batch is None or self.engine.due is None):
+            self._emit(self._no_rows())
 
     def _emit(self, batch: Batch | None) -> None:
         """Send what the engine has put out."""

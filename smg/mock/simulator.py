@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from smg.mock.control import TRIGGERS, Controls, Event, EventLog, SimulatorEnded
+from smg.mock.lockstep import Lockstep
 from smg.mock.rank import Rank, Watch
 from smg.mock.replies import make_replies, model_vocab_size
 from smg.mock.settings import Settings
@@ -82,6 +83,7 @@ class Simulator(Controls):
         self._watch: Watch = {self._wake_reader: self._on_wake}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         replies, vocab_size = make_replies(self.settings), model_vocab_size(self.settings)
+        group = Lockstep(settings.step_ms / 1000) if settings.lockstep else None
         self._ranks = {
             index: Rank(
                 index,
@@ -92,6 +94,7 @@ class Simulator(Controls):
                 address=self.address,
                 watch=self._watch,
                 report=self._report,
+                group=group,
             )
             for index in self.indexes
         }

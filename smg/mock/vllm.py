@@ -75,9 +75,11 @@ class Asked:
 
     arrived: float
     eos: int | None
-    logprobs: int | None  # tokens beside the sampled one
-    prompt_logprobs: int | None
+    logprobs: int | None  # how many tokens beside the sampled one; -1 = all
+    chosen: list[int]  # or which
+    prompt_logprobs: int | None  # how many
     prompt: list[int]  # kept for its logprobs only
+    head: bytes  # of an output: what comes before the tokens
     begun: bool = False  # its first output is out
 
 
@@ -109,10 +111,11 @@ class VLLM:
         self._context = min(settings.max_model_len, settings.kv_pages * settings.page_size - settings.tokens_per_step)
         self._eos = engine.eos
         self._asked: dict[str, Asked] = {}  # by request id
-        self._unsaid: list[dict[str, Any]] = []  # messages for which there was no time yet
+        self._unsaid: list[tuple[dict[str, Any], list[bytes]]] = []  # messages for which there was no time yet
         self.member = Member() if settings.lockstep else None
         self._calls = Calls(engine, settings, self.member, self._abort_all)
         self._packer = msgpack.Packer(autoreset=True, buf_size=1 << 16)
+        self._tail = b"".join(map(self._pack, self._rest))  # of an output that is tokens and nothing else
 
     # Handshake
 
@@ -197,8 +200,10 @@ class VLLM:
             arrived=now,
             eos=sampling["_eos_token_id"],
             logprobs=sampling["logprobs"],
+            chosen=sampling["logprob_token_ids"] or [],
             prompt_logprobs=wanted,
             prompt=prompt if wanted is not None else [],
+            head=self._packer.pack_array_header(len(self._output)) + self._pack(rid),
         )
         if request["abort_immediately"]:
             self._forget([rid])
@@ -222,7 +227,7 @@ class VLLM:
             min_tokens=sampling["min_tokens"],
             ignore_eos=self._eos not in stops,
             stop_token_ids=stops,
-            return_logprob=sampling["logprobs"] is not None,
+            return_logprob=sampling["logprobs"] is not None or bool(sampling["logprob_token_ids"]),
         )
 
     def _abort(self, rids: Any) -> Taken:
@@ -256,11 +261,11 @@ class VLLM:
 
     def between_steps(self, engine_index: int) -> list[list[bytes]]:
         if self.member is not None:
-            self._unsaid += [{"wave_complete": wave} for wave in self.member.completed]
+            self._unsaid += [({"wave_complete": wave}, []) for wave in self.member.completed]
             self.member.completed.clear()
-        self._calls.run(lambda reply: self._unsaid.append({"utility_output": reply}))
+        self._calls.run(lambda reply: self._unsaid.append(({"utility_output": reply}, [])))
         unsaid, self._unsaid = self._unsaid, []
-        return [self._message(engine_index, elements) for elements in unsaid]
+        return [self._message(engine_index, elements, rows) for elements, rows in unsaid]
 
     def farewell(self, engine_index: int) -> list[list[bytes]]:
         self._abort_all()
@@ -270,15 +275,12 @@ class VLLM:
         parts: list[bytes] = []
         rows = [self._row(batch, place, parts) for place in range(len(batch.rids))]
         if batch.load is None:
-            elements: dict[str, Any] = {"outputs": rows, "finished_requests": batch.rids}
+            elements: dict[str, Any] = {"finished_requests": batch.rids}
         else:
             # As it is after the step, whereas a batch has its load from before.
-            elements = {
-                "outputs": rows,
-                "scheduler_stats": _stats(self._engine.load),
-                "weight_version": self._calls.get_weight_version(),
-            }
-        return self._message(engine_index, elements, parts)
+            version = self._calls.get_weight_version()
+            elements = {"scheduler_stats": _stats(self._engine.load), "weight_version": version}
+        return [self._message(engine_index, elements, rows)[0], *parts]
 
     def spoil(self, kind: str, batch: Batch, engine_index: int, column: str) -> list[bytes]:
         rows = [[rid, tokens, *self._rest] for rid, tokens in zip(batch.rids, batch.token_ids, strict=True)]
@@ -289,18 +291,18 @@ class VLLM:
             rows[-1][self._at[column]] = True
         elif kind == "short":
             del rows[-1][1:]
-        frame, *parts = self._message(first, {"outputs": rows})
         if kind == "map":
-            frame = self._pack({"outputs": rows})
-        elif kind not in ("ragged", "tag", "short"):
-            frame = spoiled(frame, kind)
-        return [frame, *parts]
+            return [self._pack({"outputs": rows})]
+        (frame,) = self._message(first, {}, list(map(self._pack, rows)))
+        return [frame if kind in ("ragged", "tag", "short") else spoiled(frame, kind)]
 
-    def _row(self, batch: Batch, place: int, parts: list[bytes]) -> list[Any]:
+    def _row(self, batch: Batch, place: int, parts: list[bytes]) -> bytes:
         """One EngineCoreOutput. Arrays too large for it are put on `parts`."""
         rid, tokens, reason = batch.rids[place], batch.token_ids[place], batch.finish_reasons[place]
-        row = [rid, tokens, *self._rest]
         at, asked = self._at, self._asked.get(rid)
+        if asked is not None and asked.begun and not reason and not batch.logprobs[place]:
+            return asked.head + self._pack(tokens) + self._tail
+        row = [rid, tokens, *self._rest]
         if asked is None or not asked.begun:
             if batch.load is not None:
                 row[at["prefill_stats"]] = _prefill(batch.prompt_tokens[place], batch.cached_tokens[place])
@@ -311,18 +313,18 @@ class VLLM:
                 ]  # fmt: skip
                 if asked.prompt_logprobs is not None:
                     row[at["new_prompt_logprobs_tensors"]] = self._prompt_logprobs(asked, parts)
-        if asked is not None and asked.logprobs is not None and tokens:
-            row[at["new_logprobs"]] = self._logprobs(tokens, batch.logprobs[place], asked.logprobs, parts)
+        if asked is not None and batch.logprobs[place]:
+            row[at["new_logprobs"]] = self._logprobs(tokens, batch.logprobs[place], asked, parts)
         if reason:
             row[at["finish_reason"]] = FINISH_REASONS.index(reason)
             if reason == "stop" and asked is not None and tokens[-1] != asked.eos:
                 row[at["stop_reason"]] = tokens[-1]
             self._asked.pop(rid, None)
-        return row
+        return self._pack(row)
 
-    def _logprobs(self, tokens: list[int], values: list[float], more: int, parts: list[bytes]) -> list[Any]:
+    def _logprobs(self, tokens: list[int], values: list[float], asked: Asked, parts: list[bytes]) -> list[Any]:
         """LogprobsLists: in each row the sampled token, then the likeliest ones, of which it is the first."""
-        ids, logprobs = self._tops(tokens, values, more)
+        ids, logprobs = self._tops(tokens, values, asked.logprobs or 0, asked.chosen)
         shape = [len(tokens), len(ids) // len(tokens)]
         arrays = (
             ("<i4", shape, array("i", ids)),
@@ -336,8 +338,7 @@ class VLLM:
         tokens = asked.prompt[1:]
         values = [-((token * 2654435761 + place) % 4096) / 1024 for place, token in enumerate(tokens)]
         ids, logprobs = self._tops(tokens, values, asked.prompt_logprobs or 0)
-        width = 1 + self._width(asked.prompt_logprobs or 0)
-        shape = [len(tokens), width]
+        shape = [len(tokens), len(ids) // len(tokens) if tokens else 1]
         arrays = (
             ("int32", shape, array("i", ids)),
             ("float32", shape, array("f", logprobs)),
@@ -346,18 +347,18 @@ class VLLM:
         tensors = [_tensor(dtype, shape, data, parts) for dtype, shape, data in arrays]
         return tensors + [None] * (self._prompt_logprobs_elements - len(tensors))
 
-    def _width(self, more: int) -> int:
-        return self._vocab_size if more == -1 else more
-
-    def _tops(self, tokens: list[int], values: list[float], more: int) -> tuple[list[int], list[float]]:
-        """For each token itself and the `more` likeliest ones: made up, each one less likely than the last."""
+    def _tops(
+        self, tokens: list[int], values: list[float], count: int, chosen: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
+        """For each token itself and the chosen or `count` likeliest ones: made up, each less likely than the last."""
+        more = len(chosen) or (self._vocab_size if count == -1 else count)
         ids: list[int] = []
         logprobs: list[float] = []
         for token, value in zip(tokens, values, strict=True):
             ids.append(token)
+            ids += chosen or [(token + step) % self._vocab_size for step in range(more)]
             logprobs.append(value)
-            ids += [(token + step) % self._vocab_size for step in range(self._width(more))]
-            logprobs += [value - step for step in range(self._width(more))]
+            logprobs += [value - step for step in range(more)]
         return ids, logprobs
 
     def _abort_all(self) -> None:
@@ -368,12 +369,14 @@ class VLLM:
             rows = [[rid, [], *self._rest] for rid in rids]
             for row in rows:
                 row[self._at["finish_reason"]] = finish
-            self._unsaid.append({"outputs": rows, "finished_requests": rids})
+            self._unsaid.append(({"finished_requests": rids}, list(map(self._pack, rows))))
 
-    def _message(self, engine_index: Any, elements: dict[str, Any], parts: Sequence[bytes] = ()) -> list[bytes]:
-        """EngineCoreOutputs with these elements, and the parts that belong to it."""
-        whole = {"engine_index": engine_index, "outputs": [], "timestamp": time.monotonic(), **elements}
-        return [self._pack([whole.get(name) for name in self._envelope]), *parts]
+    def _message(self, engine_index: Any, elements: dict[str, Any], rows: list[bytes]) -> list[bytes]:
+        """EngineCoreOutputs with these outputs and other elements, as a message of one frame."""
+        whole = {"timestamp": time.monotonic(), **elements}
+        header = self._packer.pack_array_header
+        rest = [self._pack(whole.get(name)) for name in self._envelope[2:]]
+        return [b"".join((header(len(self._envelope)), self._pack(engine_index), header(len(rows)), *rows, *rest))]
 
     def _pack(self, value: Any) -> bytes:
         packed: bytes = self._packer.pack(value)
