@@ -173,6 +173,9 @@ class RankLife:
         if Action.KEEP_HELLO in actions:
             self.duplicate_hello += 1
             self.pending = True
+            # The newest dialer has taken the identity over on the handshake socket. Whoever dialed before it is not
+            # heard there any more, but still on its own input socket.
+            self._awaited.discard(Event.READY)
         if Action.REFUSE in actions:
             self.refused += 1
         if event is Event.LOST and actions:
@@ -182,6 +185,8 @@ class RankLife:
         if self.state is not before:
             self.deadline = now + self.hello_timeout if self.state is State.HELLO else None
         steps = [Step(action, self.incarnation) for action in actions]
+        if self.state is State.HELLO and not self._awaited:
+            steps += self._apply(Event.COMPLETE, now)
         if self.pending and self.state in (State.ABSENT, State.DEAD):
             steps += self._apply(Event.HELLO, now)
         return steps

@@ -136,6 +136,20 @@ def test_another_processs_hello_is_no_progress_and_takes_over_at_the_deadline() 
     assert (life.state, life.incarnation, life.deadline) == (State.HELLO, 2, 22.0)
 
 
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_who_is_not_heard_on_the_handshake_socket_any_more_is_live_by_its_registration(registered: str) -> None:
+    life = life_in(State.HELLO)
+    if registered == "before":
+        life.handle(Event.REGISTERED, 1.0, incarnation=1)
+    kept = life.handle(Event.HELLO, 2.0)  # takes the identity over there
+    if registered == "after":
+        assert actions(kept) == [Action.KEEP_HELLO]
+        assert "awaiting REGISTERED (another process claims this rank)" in life.describe()
+        kept += life.handle(Event.REGISTERED, 3.0, incarnation=1)
+    assert actions(kept) == [Action.KEEP_HELLO, Action.GO_LIVE]
+    assert (life.state, life.incarnation, life.pending) == (State.LIVE, 1, True)
+
+
 def test_a_live_rank_has_no_deadline() -> None:
     life = life_in(State.LIVE)
     assert life.expire(1e9) == []
@@ -261,6 +275,8 @@ class AnyInterleaving(RuleBasedStateMachine):
     def a_process_says_hello(self) -> None:
         self.hellos += 1
         self.kept += self.life.state in BOUND
+        if self.life.state is State.HELLO:
+            self.came.add(Event.READY)  # which cannot come any more
         if self.life.pending:
             self.superseded += 1
         self.tell(Event.HELLO)
