@@ -198,7 +198,7 @@ def test_requests_of_a_stopped_process_end_by_their_own_deadlines(make_fleet, id
     fleet = make_fleet(2, group={"stall_timeout": 0.2})
     group, readers = fleet.group, Readers(fleet.group)
     stuck = [readers.submit(seed, 100_000, rank=0, deadline=0.6) for seed in range(5)]
-    patient = readers.submit(5, 500, rank=0)
+    patient = readers.submit(5, 200, rank=0)
     while not all(readers.tokens.values()):
         readers.take()
     fleet.signal(0, signal.SIGSTOP)
@@ -211,7 +211,7 @@ def test_requests_of_a_stopped_process_end_by_their_own_deadlines(make_fleet, id
     assert all(isinstance(readers.ends[stream], smg.Output) for stream in others)
     fleet.signal(0, signal.SIGCONT)
     readers.read_all()
-    assert readers.tokens[patient] == fleet.reply(5, 500)
+    assert readers.tokens[patient] == fleet.reply(5, 200)
     wait_until(lambda: group.ranks[0].state == "live")
     back = readers.submit(9, 5, rank=0)
     readers.read_all()
