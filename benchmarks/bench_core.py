@@ -24,7 +24,7 @@ BATCH = 50  # frames per call, so that the call itself does not count
 
 def live_core(requests: int) -> tuple[Core, Outlet, list[Any], bytes]:
     """A core with one live rank, its outlet, the running requests' streams and a step's frame for them."""
-    core = Core(1, decode_cold=None, stall_timeout=0, max_inflight=0)
+    core = Core(1, backend="tokenspeed", decode_cold=None, stall_timeout=0, max_inflight=0)
     core.set_state(0, LIVE)
     outlet = new_outlet(core)
     payload = tokenspeed.encode_add("0" * 24, [1, 2, 3], SamplingParams())
@@ -43,7 +43,7 @@ class TestDecode:
         def taken() -> None:  # between rounds, so that what waits does not grow
             outlet.take()
 
-        benchmark.pedantic(lambda: core.feed(0, frame, BATCH), setup=taken, rounds=100)
+        benchmark.pedantic(lambda: core.feed(0, frame, times=BATCH), setup=taken, rounds=100)
         assert core.counters()["late"] == [0]
         assert core.counters()["undecodable"] == [0]
         assert len(streams) == rows

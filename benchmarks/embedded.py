@@ -69,7 +69,7 @@ def decode(repeats: int, quick: bool) -> Iterator[Row]:
 
         def apply(core: Any = core, outlet: Any = outlet, frame: bytes = frame, times: int = times) -> float:
             begin = time.thread_time()
-            core.feed(0, frame, times)
+            core.feed(0, frame, times=times)
             cost = time.thread_time() - begin
             outlet.take()
             return cost / times * 1e6

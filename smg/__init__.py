@@ -32,6 +32,8 @@ from smg.errors import (  # noqa: E402
     Overloaded,
     RankDied,
     StreamError,
+    UtilityError,
+    UtilityTimeout,
 )
 from smg.routing.router import Router  # noqa: E402
 from smg.sampling import SamplingParams  # noqa: E402
@@ -59,6 +61,8 @@ __all__ = [
     "SamplingParams",
     "Stream",
     "StreamError",
+    "UtilityError",
+    "UtilityTimeout",
     "__version__",
     "check_distribution",
 ]

@@ -24,6 +24,14 @@ cdef inline int full(const Table *table, const Rank *rank, size_t size) noexcept
             (rank.queue_count and rank.queue_bytes + size > QUEUE_BYTES) or
             (table.max_inflight and rank.in_flight >= table.max_inflight))
 
+# Ranks in lockstep step together or not at all.
+cdef inline int all_live(const Table *table) noexcept nogil:
+    cdef uint32_t i
+    for i in range(table.rank_count):
+        if table.ranks[i].state != RANK_LIVE and table.ranks[i].state != RANK_STALLED:
+            return 0
+    return 1
+
 # The rank for a message of `size` bytes, or a Refusal. `pinned` < 0 = any.
 cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
     cdef Rank *rank
@@ -33,6 +41,8 @@ cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
     cdef double value, best_value = 0
     if table.closed:
         return REFUSED_CLOSED
+    if table.lockstep and not all_live(table):
+        return REFUSED_NO_RANK
     if pinned >= 0:
         if <uint32_t>pinned >= table.rank_count:
             return REFUSED_INVALID_RANK
@@ -67,7 +77,8 @@ cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
     return REFUSED_OVERLOADED
 
 # Takes a free slot for `rank`. Returns its index, or NIL when there is no memory.
-cdef inline uint32_t reserve(Table *table, int rank_index, double now, double deadline) noexcept nogil:
+cdef inline uint32_t reserve(Table *table, int rank_index, uint32_t prompt_tokens, double now,
+                             double deadline) noexcept nogil:
     cdef Rank *rank = &table.ranks[rank_index]
     cdef Slot *slot
     cdef uint32_t index
@@ -85,10 +96,11 @@ cdef inline uint32_t reserve(Table *table, int rank_index, double now, double de
     slot.state = SLOT_LIVE
     slot.cause = CAUSE_NONE
     slot.finish = FINISH_NONE
-    slot.wanted = slot.ready = slot.sent = slot.suffix_size = 0
+    slot.wanted = slot.ready = slot.sent = slot.suffix_size = slot.stop_kind = 0
     slot.rank = rank_index
     slot.incarnation = rank.incarnation
-    slot.prompt_tokens = slot.completion_tokens = slot.cached_tokens = 0
+    slot.prompt_tokens = prompt_tokens
+    slot.completion_tokens = slot.cached_tokens = 0
     slot.prev_live = NIL
     slot.next_live = rank.live_head
     if rank.live_head != NIL:

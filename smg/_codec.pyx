@@ -13,34 +13,29 @@ from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from operator import index as as_index
 
 from smg._batch cimport batch_free, batch_init, cold_bytes, fault_parts, write_cold
-from smg._frame cimport STOP_ID, STOP_TEXT, WAVE_COMPLETE, WAVE_NONE, Batch, Cold, Extra, Part, RequestId, \
+from smg._frame cimport STOP_ID, STOP_TEXT, WAVE_COMPLETE, WAVE_NONE, Batch, Cold, Decoder, Extra, Part, RequestId, \
     Row, Span
 from smg._msgpack cimport WRONG_TYPE, Cursor, read_array, read_bin, read_bool, read_ext, read_float, \
     read_i64, read_map, read_text, read_u32, read_u64, read_valid_text, skip, take_nil
-from smg._tokenspeed cimport decode_slim
+from smg._tokenspeed cimport decode_slim_message
 from smg._vllm cimport decode_core
 
 from smg._decoded import DecodedBatch, DecodedOutput, DecodedOutputs, DecodedRow, Load, WireId, fault_error
 from smg.errors import InvalidRequest
 
-ctypedef int (*Decoder)(const Part *parts, uint32_t part_count, Batch *batch) noexcept nogil
 ctypedef object (*Maker)(const Part *parts, const Batch *batch)
 
 FINISH_REASONS = ("", "stop", "length", "abort", "error", "repetition")
 
 
-cdef int decode_frame(const Part *parts, uint32_t part_count, Batch *batch) noexcept nogil:
-    return decode_slim(parts[0].data, parts[0].size, batch)
-
-
 def decode_tokenspeed(frame):
     """One `BatchTokenIDOutSlim` frame (any bytes-like object) as a `DecodedBatch`. Raises `DecodeError`."""
-    return decode_with(decode_frame, [frame], decoded_batch)
+    return decode_with(decode_slim_message, [frame], decoded_batch)
 
 
 def measure_tokenspeed(frame):
     """Bytes of scratch memory that decoding the frame takes when it starts with none, even if it fails."""
-    return decode_with(decode_frame, [frame], NULL)
+    return decode_with(decode_slim_message, [frame], NULL)
 
 
 def decode_vllm(parts):

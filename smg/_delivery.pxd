@@ -1,13 +1,16 @@
 # A frame's rows into slots, and a slot's output out of it. Called with the table's mutex held.
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memset
 
-from smg._frame cimport FINISH_NONE, FINISH_OTHER, Batch, Row
+from smg._batch cimport cold_bytes, write_cold
+from smg._frame cimport (
+    FINISH_NONE, FINISH_OTHER, STOP_NONE, STOP_TEXT, Batch, Extra, Part, RequestId, Row, Span,
+)
 from smg._table cimport (
-    CAUSE_FINISHED, CAUSE_LOST, REASON_MAX, SLOT_ENDED, SLOT_LIVE, Rank, Slot, Table, end, free_slot, mark_ready,
-    signal_outlets, slot_at, unlink_ready,
+    CAUSE_FINISHED, CAUSE_FORGOTTEN, CAUSE_LOST, REASON_MAX, SLOT_ENDED, SLOT_LIVE, Rank, Slot, Table, end, find,
+    free_slot, mark_ready, signal_outlets, slot_at, unlink_ready,
 )
 
 # One output on its way from a slot to Python. `cold`, and `record` when `freed`, belong to the taker.
@@ -16,7 +19,9 @@ cdef struct Taken:
     uint8_t freed              # the slot was freed by this take
     uint8_t cause
     uint8_t finish
+    uint8_t stop_kind
     int32_t rank
+    int64_t stop_id
     uint32_t prompt_tokens
     uint32_t completion_tokens
     uint32_t cached_tokens
@@ -36,19 +41,53 @@ cdef struct Scratch:
 
 # ---------------------------------------------------------------- applying a batch
 
-cdef inline int append_cold(Slot *slot, const uint8_t *bytes_, uint32_t size) noexcept nogil:
-    cdef uint32_t capacity
+# Room for `size` more bytes of cold entries, which become part of them; NULL when memory is out.
+cdef inline uint8_t *more_cold(Slot *slot, size_t size) noexcept nogil:
+    cdef size_t needed = slot.cold_size + size
+    cdef size_t capacity = 2 * <size_t>slot.cold_capacity
     cdef uint8_t *cold
-    if slot.cold_size + size > slot.cold_capacity:
-        capacity = slot.cold_capacity * 2 if slot.cold_capacity * 2 > slot.cold_size + size else slot.cold_size + size
+    if needed > UINT32_MAX:
+        return NULL
+    if needed > slot.cold_capacity:
+        if capacity < needed or capacity > UINT32_MAX:
+            capacity = needed
         cold = <uint8_t *>realloc(slot.cold, capacity)
         if cold == NULL:
-            return -1
+            return NULL
         slot.cold = cold
-        slot.cold_capacity = capacity
-    memcpy(slot.cold + slot.cold_size, bytes_, size)
-    slot.cold_size += size
+        slot.cold_capacity = <uint32_t>capacity
+    slot.cold_size += <uint32_t>size
+    return slot.cold + slot.cold_size - size
+
+# Logprobs that came as columns: values, ids. Returns -1 when memory is out.
+cdef inline int append_columns(Slot *slot, const Row *row, const uint8_t *frame) noexcept nogil:
+    cdef uint8_t *at = more_cold(slot, <size_t>row.logprob_values.size + row.logprob_ids.size)
+    if at == NULL:
+        return -1
+    memcpy(at, frame + row.logprob_values.start, row.logprob_values.size)
+    memcpy(at + row.logprob_values.size, frame + row.logprob_ids.start, row.logprob_ids.size)
     return 0
+
+# What few rows have. Returns -1 when memory is out.
+cdef inline int append_extra(Slot *slot, const Extra *extra, const Batch *batch, const Part *parts) noexcept nogil:
+    cdef uint8_t *at
+    cdef uint32_t i
+    if extra.stop_kind != STOP_NONE:
+        slot.stop_kind = extra.stop_kind
+        slot.stop_id = extra.stop_id
+        if extra.stop_kind == STOP_TEXT:
+            keep_word(slot, parts[0].data, extra.stop_text)
+    for i in range(extra.first_cold, extra.first_cold + extra.cold_count):
+        at = more_cold(slot, cold_bytes(&batch.colds[i], parts))
+        if at == NULL:
+            return -1
+        write_cold(&batch.colds[i], parts, at)
+    return 0
+
+cdef inline void keep_word(Slot *slot, const uint8_t *frame, Span word) noexcept nogil:
+    cdef uint32_t size = word.size if word.size < REASON_MAX else REASON_MAX - 1
+    memcpy(slot.reason, frame + word.start, size)
+    slot.reason[size] = 0
 
 cdef inline int append_tokens(Slot *slot, const uint32_t *tokens, uint32_t count) noexcept nogil:
     cdef uint32_t capacity, i
@@ -67,42 +106,62 @@ cdef inline int append_tokens(Slot *slot, const uint32_t *tokens, uint32_t count
     slot.token_count += count
     return 0
 
-# Phase two: hands the rows of a whole, checked frame to their slots, and wakes who waits.
-cdef inline void apply(Table *table, int rank_index, const Batch *batch, const uint8_t *frame, double now) noexcept nogil:
+# The slot of an id on the wire while this rank runs it, else NULL, counted: the id of another router, or of a
+# request that has ended.
+cdef inline Slot *running(
+    Table *table, int rank_index, uint8_t ours, uint32_t epoch, uint32_t index, uint32_t generation
+) noexcept nogil:
     cdef Rank *rank = &table.ranks[rank_index]
+    cdef Slot *slot
+    if not ours or epoch != table.epoch or index >= table.slot_count:
+        rank.count.foreign += 1
+        return NULL
+    slot = slot_at(table, index)
+    if (slot.generation != generation or slot.state != SLOT_LIVE or
+            slot.rank != rank_index or slot.incarnation != rank.incarnation):
+        rank.count.late += 1
+        return NULL
+    return slot
+
+# Phase two: hands the rows of a whole, checked message to their slots, and wakes who waits.
+cdef inline void apply(Table *table, int rank_index, const Batch *batch, const Part *parts, double now) noexcept nogil:
+    cdef Rank *rank = &table.ranks[rank_index]
+    cdef const Extra *extra = batch.extras
+    cdef const Extra *extras_end = batch.extras + batch.extra_count
+    cdef const Extra *own
     cdef const Row *row
     cdef Slot *slot
-    cdef uint32_t i, size
+    cdef uint32_t i
     for i in range(batch.row_count):
         row = &batch.rows[i]
-        if not row.ours or row.epoch != table.epoch or row.slot >= table.slot_count:
-            rank.count.foreign += 1
+        own = NULL
+        if extra < extras_end and extra.row == i:
+            own = extra
+            extra += 1
+        slot = running(table, rank_index, row.ours, row.epoch, row.slot, row.generation)
+        if slot == NULL:
             continue
-        slot = slot_at(table, row.slot)
-        if (slot.generation != row.generation or slot.state != SLOT_LIVE or
-                slot.rank != rank_index or slot.incarnation != rank.incarnation):
-            rank.count.late += 1
-            continue
-        if row.token_count and append_tokens(slot, batch.tokens + row.first_token, row.token_count) != 0:
+        if ((row.token_count and append_tokens(slot, batch.tokens + row.first_token, row.token_count) != 0) or
+                (row.logprob_values.size and append_columns(slot, row, parts[0].data) != 0) or
+                (own != NULL and append_extra(slot, own, batch, parts) != 0)):
             end(table, row.slot, CAUSE_LOST)
             continue
-        slot.prompt_tokens = row.prompt_tokens
-        slot.completion_tokens = row.completion_tokens
-        slot.cached_tokens = row.cached_tokens
-        if row.logprob_values.size:
-            if (append_cold(slot, frame + row.logprob_values.start, row.logprob_values.size) != 0 or
-                    append_cold(slot, frame + row.logprob_ids.start, row.logprob_ids.size) != 0):
-                end(table, row.slot, CAUSE_LOST)
-                continue
+        if batch.deltas:
+            slot.completion_tokens += row.token_count
+        else:
+            slot.completion_tokens = row.completion_tokens
+        if not row.counts_absent:
+            slot.prompt_tokens = row.prompt_tokens
+            slot.cached_tokens = row.cached_tokens
         if row.finish != FINISH_NONE:
             slot.finish = row.finish
             if row.finish == FINISH_OTHER:
-                size = row.finish_text.size if row.finish_text.size < REASON_MAX else REASON_MAX - 1
-                memcpy(slot.reason, frame + row.finish_text.start, size)
-                slot.reason[size] = 0
+                keep_word(slot, parts[0].data, row.finish_text)
             end(table, row.slot, CAUSE_FINISHED)
         elif row.token_count:
             mark_ready(table, row.slot)
+    if batch.finished_count:
+        end_forgotten(table, rank_index, batch)
     rank.count.frames += 1
     rank.count.rows += batch.row_count
     rank.count.tokens += batch.token_count
@@ -114,6 +173,19 @@ cdef inline void apply(Table *table, int rank_index, const Batch *batch, const u
             rank.running = <int64_t>batch.running
             rank.waiting = <int64_t>batch.waiting
     signal_outlets(table)
+
+# Ends the requests that the engine is done with although no row said so. Most of the ids have ended before.
+cdef inline void end_forgotten(Table *table, int rank_index, const Batch *batch) noexcept nogil:
+    cdef const RequestId *id_
+    cdef Slot *slot
+    cdef uint32_t i
+    for i in range(batch.finished_count):
+        id_ = &batch.finished[i]
+        if not id_.ours or id_.epoch != table.epoch:
+            continue
+        slot = find(table, id_.slot, id_.generation)
+        if slot != NULL and slot.rank == rank_index and slot.incarnation == table.ranks[rank_index].incarnation:
+            end(table, id_.slot, CAUSE_FORGOTTEN)
 
 # ---------------------------------------------------------------- taking outputs
 
@@ -161,6 +233,8 @@ cdef inline int take_slot(Table *table, uint32_t index, Scratch *scratch) noexce
     taken.record = slot.record
     taken.cause = slot.cause
     taken.finish = slot.finish
+    taken.stop_kind = slot.stop_kind
+    taken.stop_id = slot.stop_id
     taken.rank = slot.rank
     taken.prompt_tokens = slot.prompt_tokens
     taken.completion_tokens = slot.completion_tokens
@@ -176,7 +250,7 @@ cdef inline int take_slot(Table *table, uint32_t index, Scratch *scratch) noexce
     slot.cold = NULL
     slot.cold_size = slot.cold_capacity = 0
     taken.freed = slot.state == SLOT_ENDED
-    if taken.cause == CAUSE_FINISHED and taken.finish == FINISH_OTHER:
+    if taken.cause == CAUSE_FINISHED and (taken.finish == FINISH_OTHER or taken.stop_kind == STOP_TEXT):
         memcpy(taken.reason, slot.reason, REASON_MAX)
     if taken.freed:
         free_slot(table, index)

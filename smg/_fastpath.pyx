@@ -11,23 +11,26 @@ import os
 import zmq.backend.cython._zmq as _pyzmq
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uintptr_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
 from posix.unistd cimport close
 
 from smg._batch cimport batch_free, batch_init, fault_parts
 from smg._delivery cimport scratch_free
+from smg._frame cimport Decoder, Part
 from smg._pump cimport (
-    EVENT_DEAD, EVENT_INPUT, EVENT_MISATTRIBUTED, EVENT_RESUMED, EVENT_STALLED, EVENT_UNDECODABLE, OUTCOME_STOPPED,
-    ROLE_INPUT, ROLE_MONITOR, ROLE_OUTPUT, ROLE_RARE, ROLE_WAKE, Connection, Event, drop_queue, handle_frame, monotonic,
-    read_monitor, read_turn, run, settle, smg_epoll_open, tag_of, unwatch, watch,
+    EVENT_DEAD, EVENT_INPUT, EVENT_MISATTRIBUTED, EVENT_RESUMED, EVENT_SILENT, EVENT_STALLED, EVENT_UNDECODABLE,
+    EVENT_UTILITY, OUTCOME_STOPPED, ROLE_INPUT, ROLE_MONITOR, ROLE_OUTPUT, ROLE_RARE, ROLE_WAKE, Connection, Event,
+    drop_queue, handle_message, monotonic, part_room, read_monitor, read_turn, run, settle, tag_of,
 )
 from smg._table cimport (
-    CAUSE_CLOSED, CAUSE_DIED, NIL, SLOT_ENDED, SLOT_FREE, SLOT_LIVE, Rank, RankCounters, end_all,
-    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, signal_fd,
-    signal_outlets, slot_at,
+    CAUSE_CLOSED, CAUSE_DIED, NIL, QUEUE_FRAMES, RANK_DRAINING, RANK_LIVE, SLOT_ENDED, SLOT_FREE, SLOT_LIVE,
+    TYPE_UTILITY, Message, Rank, RankCounters, end_all, enqueue, new_message, pthread_mutex_destroy,
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, signal_fd, signal_outlets, slot_at, start_wave,
 )
-from smg._tokenspeed cimport decode_slim
+from smg._tokenspeed cimport decode_slim_message
+from smg._vllm cimport decode_core
+from smg._wait cimport smg_epoll_open, unwatch, watch
 from smg._zmq cimport Zmq
 
 from smg.errors import ForkedError
@@ -92,6 +95,7 @@ DEATHS = (
     "cannot be reached (its input connection is gone)",
     "sent three undecodable frames in a row",
     "has a broken socket",
+    "failed with another rank of its lockstep group",
 )
 
 
@@ -104,6 +108,8 @@ class EventKind:
     RESUMED = EVENT_RESUMED
     UNDECODABLE = EVENT_UNDECODABLE      # detail = bytes of the frame
     MISATTRIBUTED = EVENT_MISATTRIBUTED  # detail = the index that was claimed
+    UTILITY = EVENT_UTILITY              # detail = call id, data = the reply
+    SILENT = EVENT_SILENT                # half of the stall timeout is over
 
 
 RANK_DTYPE = [("running", "i8"), ("waiting", "i8"), ("kv_usage", "f8"), ("reported", "?")]
@@ -111,20 +117,30 @@ RANK_DTYPE = [("running", "i8"), ("waiting", "i8"), ("kv_usage", "f8"), ("report
 
 # ---------------------------------------------------------------- the core
 
+cdef Decoder decoder_of(str backend) except NULL:
+    """What decodes the messages of a backend's ranks."""
+    if backend == "tokenspeed":
+        return decode_slim_message
+    if backend == "vllm":
+        return decode_core
+    raise ValueError(f"backend={backend!r} has no decoder")
+
+
 cdef class Core:
     """One group's slot table and pump.
 
-    `ranks`: how many. `decode_cold`: what turns an output's logprob bytes into a list. `stall_timeout` in seconds,
-    0 = never. `max_inflight` per rank, 0 = unbounded. `use_epoll=False` waits with poll(2), as systems without
-    epoll do.
+    `ranks`: how many. `backend` names the engine's wire. `decode_cold`: what turns an output's logprob bytes and how
+    many likeliest tokens were asked for (None = all) into a list. `stall_timeout` in seconds, 0 = never; with
+    `probes`, half of it raises SILENT. `max_inflight` per rank, 0 = unbounded. `use_epoll=False` waits with poll(2),
+    as systems without epoll do.
     """
 
-    def __cinit__(self, uint32_t ranks, *, object decode_cold, double stall_timeout, int64_t max_inflight,
-                  bint use_epoll=True):
+    def __cinit__(self, uint32_t ranks, *, str backend, object decode_cold, double stall_timeout, int64_t max_inflight,
+                  bint probes=False, bint use_epoll=True):
         cdef uint32_t i
         self.forks = FORKS
         self.wake_read = -1
-        self.table.wake_fd = self.pump.wake_fd = self.pump.epoll_fd = -1
+        self.table.wake_fd = self.pump.wake_fd = self.pump.waiter.epoll_fd = -1
         self.decode_cold = decode_cold
         self.loop_outlets = {}
         self.outlets = {}
@@ -136,22 +152,24 @@ cdef class Core:
         self.table.ranks = <Rank *>calloc(ranks, sizeof(Rank))
         self.pump.table = &self.table
         self.pump.zmq = LIBZMQ
-        self.pump.decode = decode_slim
+        self.pump.decode = decoder_of(backend)
         batch_init(&self.pump.batch)
         self.pump.connection_count = ranks
         self.pump.connections = <Connection *>calloc(ranks, sizeof(Connection))
         self.pump.event_capacity = 64 + 4 * ranks
         self.pump.events = <Event *>calloc(self.pump.event_capacity, sizeof(Event))
-        if self.table.ranks == NULL or self.pump.connections == NULL or self.pump.events == NULL:
+        if (self.table.ranks == NULL or self.pump.connections == NULL or self.pump.events == NULL
+                or not part_room(&self.pump, 0)):
             raise MemoryError
         for i in range(ranks):
             self.table.ranks[i].live_head = self.table.ranks[i].next_flush = NIL
         self.pump.stall_timeout = stall_timeout
+        self.pump.probes = probes
         self.wake_read, self.table.wake_fd = wake_fds()
         self.pump.wake_fd = self.wake_read
         if use_epoll:
-            self.pump.epoll_fd = smg_epoll_open()
-        if watch(&self.pump, self.wake_read, tag_of(ROLE_WAKE, 0)) != 0:
+            self.pump.waiter.epoll_fd = smg_epoll_open()
+        if watch(&self.pump.waiter, self.wake_read, tag_of(ROLE_WAKE, 0)) != 0:
             raise MemoryError
 
     def __dealloc__(self):
@@ -174,11 +192,13 @@ cdef class Core:
         free(self.table.heap)
         free(self.pump.connections)
         free(self.pump.events)
-        free(self.pump.polled)
-        free(self.pump.poll_tags)
+        free(self.pump.message)
+        free(self.pump.parts)
+        free(self.pump.waiter.polled)
+        free(self.pump.waiter.tags)
         batch_free(&self.pump.batch)
         scratch_free(&self.spare)
-        for fd in (self.wake_read, self.table.wake_fd, self.pump.epoll_fd):
+        for fd in (self.wake_read, self.table.wake_fd, self.pump.waiter.epoll_fd):
             if fd >= 0:
                 close(fd)
 
@@ -215,9 +235,9 @@ cdef class Core:
         state.running = state.waiting = 0
         state.kv_usage = 0
         pthread_mutex_unlock(&self.table.mutex)
-        if (watch(&self.pump, connection.output_fd, tag_of(ROLE_OUTPUT, rank)) != 0 or
-                watch(&self.pump, connection.input_fd, tag_of(ROLE_INPUT, rank)) != 0 or
-                watch(&self.pump, connection.monitor_fd, tag_of(ROLE_MONITOR, rank)) != 0):
+        if (watch(&self.pump.waiter, connection.output_fd, tag_of(ROLE_OUTPUT, rank)) != 0 or
+                watch(&self.pump.waiter, connection.input_fd, tag_of(ROLE_INPUT, rank)) != 0 or
+                watch(&self.pump.waiter, connection.monitor_fd, tag_of(ROLE_MONITOR, rank)) != 0):
             raise MemoryError
         # A socket's descriptor tells of nothing until the socket has been found empty once.
         with nogil:
@@ -230,9 +250,9 @@ cdef class Core:
         cdef Connection *connection = &self.pump.connections[rank]
         if not connection.attached:
             return
-        unwatch(&self.pump, connection.input_fd)
-        unwatch(&self.pump, connection.output_fd)
-        unwatch(&self.pump, connection.monitor_fd)
+        unwatch(&self.pump.waiter, connection.input_fd)
+        unwatch(&self.pump.waiter, connection.output_fd)
+        unwatch(&self.pump.waiter, connection.monitor_fd)
         self.pump.unread -= connection.unread
         memset(connection, 0, sizeof(Connection))
         pthread_mutex_lock(&self.table.mutex)
@@ -241,7 +261,7 @@ cdef class Core:
 
     def watch_rare(self, int fd) -> None:
         """Return from `run` when `fd` is readable: the descriptor of a socket that Python serves."""
-        if watch(&self.pump, fd, tag_of(ROLE_RARE, 0)) != 0:
+        if watch(&self.pump.waiter, fd, tag_of(ROLE_RARE, 0)) != 0:
             raise MemoryError
 
     def set_state(self, uint32_t rank, uint8_t state) -> None:
@@ -269,14 +289,28 @@ cdef class Core:
             outcome = run(&self.pump, until)
         return outcome != OUTCOME_STOPPED
 
-    def feed(self, uint32_t rank, bytes frame, uint32_t times=1) -> None:
-        """Decode and apply a frame as if the rank had sent it: for tests and measurements without sockets."""
-        cdef const uint8_t *data = <const uint8_t *><const char *>frame
-        cdef size_t size = len(frame)
+    def feed(self, uint32_t rank, *frames, uint32_t times=1) -> None:
+        """Decode and apply a message as if the rank had sent it: for tests and measurements without sockets."""
+        cdef uint32_t count = len(frames)
         cdef uint32_t i
+        if not all(type(frame) is bytes for frame in frames) or not count:
+            raise TypeError("a message is one or more frames of bytes")
+        cdef Part *parts = <Part *>malloc(count * sizeof(Part))
+        if parts == NULL:
+            raise MemoryError
+        for i in range(count):
+            parts[i].data = <const uint8_t *><const char *><bytes>frames[i]
+            parts[i].size = len(<bytes>frames[i])
         with nogil:
             for i in range(times):
-                handle_frame(&self.pump, rank, data, size, monotonic())
+                handle_message(&self.pump, rank, parts, count, monotonic())
+        free(parts)
+
+    def step_together(self) -> None:
+        """The ranks run in lockstep: each submit starts a wave on all of them, and they die together."""
+        pthread_mutex_lock(&self.table.mutex)
+        self.table.lockstep = 1
+        pthread_mutex_unlock(&self.table.mutex)
 
     def events(self) -> list:
         """What `run` left for Python, once: (kind, rank, incarnation, detail, bytes, fault parts or None)."""
@@ -290,6 +324,33 @@ cdef class Core:
             taken.append((event.kind, event.rank, event.incarnation, event.detail, data, fault))
             free(event.bytes)
         self.pump.event_count = 0
+        return taken
+
+    def start_wave(self) -> None:
+        """Wake every rank of a lockstep group."""
+        pthread_mutex_lock(&self.table.mutex)
+        start_wave(&self.table, &self.pump.zmq)
+        pthread_mutex_unlock(&self.table.mutex)
+
+    def call(self, uint32_t rank, bytes payload) -> bool:
+        """Queue a utility call for a rank. False when the rank takes no messages now. Any thread may call it."""
+        cdef size_t size = len(payload)
+        cdef Rank *called = &self.table.ranks[rank]
+        cdef bint taken
+        self.usable()
+        cdef Message *message = new_message(&self.pump.zmq, TYPE_UTILITY, size)
+        if message == NULL:
+            raise MemoryError
+        memcpy(self.pump.zmq.msg_data(&message.payload), <const char *>payload, size)
+        pthread_mutex_lock(&self.table.mutex)
+        taken = (RANK_LIVE <= called.state <= RANK_DRAINING and called.queue_count < QUEUE_FRAMES
+                 and not self.table.closed)
+        if taken:
+            enqueue(&self.table, rank, message)
+        pthread_mutex_unlock(&self.table.mutex)
+        if not taken:
+            self.pump.zmq.msg_close(&message.payload)
+            free(message)
         return taken
 
     def stop(self) -> None:
@@ -377,6 +438,7 @@ cdef class Core:
         names = (
             "frames", "rows", "tokens", "undecodable", "extra_parts", "late", "foreign", "misattributed", "requests",
             "aborts", "unsent", "overloaded", "finished", "aborted", "dropped", "died", "deadline", "closed", "lost",
+            "forgotten",
         )
         table = {name: [] for name in names}
         self.usable()
@@ -388,7 +450,7 @@ cdef class Core:
                 count.frames, count.rows, count.tokens, count.undecodable, count.extra_parts, count.late,
                 count.foreign, count.misattributed, count.requests, count.aborts, count.unsent, count.overloaded,
                 count.ended[1], count.ended[2], count.ended[3], count.ended[4], count.ended[5], count.ended[6],
-                count.ended[7],
+                count.ended[7], count.ended[8],
             )
             for name, value in zip(names, values):
                 table[name].append(value)

@@ -114,3 +114,6 @@ cdef struct Batch:
     uint64_t waiting     # requests
     double kv_usage      # 0..1
     Fault fault          # set when decoding failed
+
+# A message's parts, one at least, into the batch: 0, or -1 with the fault filled in.
+ctypedef int (*Decoder)(const Part *parts, uint32_t part_count, Batch *batch) noexcept nogil

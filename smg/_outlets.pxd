@@ -20,6 +20,7 @@ cdef class Output:
     cdef object reason                 # the engine's own word, when `finish` is FINISH_OTHER
     cdef object cold                   # bytes of the logprob columns, or None
     cdef object decode_cold
+    cdef object top                    # how many likeliest tokens were asked for, None = all
     cdef object token_list
 
 
@@ -29,6 +30,7 @@ cdef class Record:
     cdef uint32_t generation
     cdef int32_t rank
     cdef object request_id
+    cdef object logprobs               # how many likeliest tokens were asked for, None = all
     cdef bint attached                 # its slot has an outlet
     cdef bint ended                    # nothing more is in the slot for it
     cdef bint claimed                  # an iterator was made

@@ -19,11 +19,11 @@ cimport cython
 
 from smg._delivery cimport Scratch, Taken, take_slot
 from smg._fastpath cimport Core
-from smg._frame cimport FINISH_NONE, FINISH_OTHER
+from smg._frame cimport FINISH_NONE, FINISH_OTHER, STOP_ID, STOP_TEXT
 from smg._pump cimport monotonic
 from smg._table cimport (
-    CAUSE_ABORTED, CAUSE_CLOSED, CAUSE_DEADLINE, CAUSE_DIED, CAUSE_DROPPED, CAUSE_FINISHED, CAUSE_LOST,
-    CAUSE_NONE, NIL, Slot, Table, clear_fd, end_here, find, forget_outlet, free_slot, pthread_mutex_lock,
+    CAUSE_ABORTED, CAUSE_CLOSED, CAUSE_DEADLINE, CAUSE_DIED, CAUSE_DROPPED, CAUSE_FINISHED, CAUSE_FORGOTTEN,
+    CAUSE_LOST, CAUSE_NONE, NIL, Slot, Table, clear_fd, end_here, find, forget_outlet, free_slot, pthread_mutex_lock,
     pthread_mutex_unlock, signal_fd, slot_at, unlink_ready,
 )
 
@@ -67,7 +67,7 @@ cdef class Output:
     @property
     def logprobs(self):
         """None when the engine sent none, else a (token_id, logprob, top) per token, top a list of pairs."""
-        return None if self.cold is None else self.decode_cold(self.cold)
+        return None if self.cold is None else self.decode_cold(self.cold, self.top)
 
     def __repr__(self):
         return (
@@ -76,7 +76,7 @@ cdef class Output:
         )
 
 
-cdef Output make_output(const Taken *taken, const uint32_t *tokens, object decode_cold):
+cdef Output make_output(const Taken *taken, const uint32_t *tokens, Record record):
     cdef Output output = Output.__new__(Output)
     if taken.token_count > 4:
         output.tokens = <uint32_t *>malloc(taken.token_count * sizeof(uint32_t))
@@ -92,9 +92,14 @@ cdef Output make_output(const Taken *taken, const uint32_t *tokens, object decod
     output.cached_tokens = taken.cached_tokens
     if output.finish == FINISH_OTHER:
         output.reason = (<const char *>taken.reason).decode("utf-8", "replace")
+    elif taken.stop_kind == STOP_TEXT:
+        output.stop_reason = (<const char *>taken.reason).decode("utf-8", "replace")
+    if taken.stop_kind == STOP_ID:
+        output.stop_reason = taken.stop_id
     if taken.cold != NULL:
         output.cold = taken.cold[:taken.cold_size]
-        output.decode_cold = decode_cold
+        output.decode_cold = record.core.decode_cold
+        output.top = record.logprobs
     return output
 
 
@@ -155,7 +160,7 @@ cdef class Record:
         if not self.ended:   # else a finaliser dropped its stream since the take
             try:
                 if taken.cause == CAUSE_FINISHED or taken.token_count:
-                    self.output = make_output(taken, tokens + taken.first_token, self.core.decode_cold)
+                    self.output = make_output(taken, tokens + taken.first_token, self)
                 self.ended = taken.freed
                 self.cause = taken.cause if taken.freed and taken.cause != CAUSE_FINISHED else CAUSE_NONE
                 self.detail = taken.finish
@@ -190,6 +195,8 @@ cdef class Record:
         if cause == CAUSE_CLOSED:
             closed = "group" if self.core.table.closed else "outlet"
             return Closed(f"the {closed} was closed while request {self.name()} ran")
+        if cause == CAUSE_FORGOTTEN:
+            return StreamError(f"rank {self.rank} is done with request {self.name()}, but sent no last output for it")
         return StreamError(f"request {self.name()} was ended: no memory for its output")
 
     cdef str name(self):

@@ -10,61 +10,19 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read
 
 from smg._delivery cimport apply
-from smg._frame cimport Batch, Fault
+from smg._frame cimport WAVE_COMPLETE, WAVE_NONE, WAVE_START, Batch, Decoder, Fault, Part
 from smg._table cimport (
-    CAUSE_DIED, NIL, RANK_DEAD, RANK_LIVE, RANK_STALLED, SLOT_LIVE, TYPE_ADD, Message, Rank, Slot, Table,
-    dequeue, end_all, end_expired, find, pthread_mutex_lock, pthread_mutex_unlock, signal_outlets, slot_at,
+    CAUSE_DIED, NIL, RANK_DEAD, RANK_LIVE, RANK_STALLED, SLOT_LIVE, TYPE_ABORT, TYPE_ADD, Message, Rank, Slot, Table,
+    dequeue, end_all, end_expired, find, pthread_mutex_lock, pthread_mutex_unlock, signal_outlets, slot_at, start_wave,
 )
+from smg._wait cimport WAIT_TAGS, Waiter, wait
 from smg._zmq cimport (
     EAGAIN, EHOSTUNREACH, EINTR, ZMQ_DONTWAIT, ZMQ_EVENT_ACCEPTED, ZMQ_EVENT_DISCONNECTED, ZMQ_EVENTS, ZMQ_POLLIN,
     ZMQ_POLLOUT, ZMQ_SNDMORE, Zmq, send_bytes, zmq_msg_t,
 )
 
-cdef extern from * nogil:
-    """
-    #include <poll.h>
-    #include <unistd.h>
-    #ifdef __linux__
-    #include <sys/epoll.h>
-    #define SMG_EPOLL 1
-    static int smg_epoll_open(void) { return epoll_create1(EPOLL_CLOEXEC); }
-    static int smg_epoll_add(int ep, int fd, uint64_t tag) {
-        struct epoll_event event = {.events = EPOLLIN, .data = {.u64 = tag}};
-        return epoll_ctl(ep, EPOLL_CTL_ADD, fd, &event);
-    }
-    static int smg_epoll_remove(int ep, int fd) { return epoll_ctl(ep, EPOLL_CTL_DEL, fd, NULL); }
-    static int smg_epoll_wait(int ep, uint64_t *tags, int capacity, int timeout_ms) {
-        struct epoll_event events[64];
-        int count = epoll_wait(ep, events, capacity < 64 ? capacity : 64, timeout_ms);
-        for (int i = 0; i < count; i++) tags[i] = events[i].data.u64;
-        return count;
-    }
-    #else
-    #define SMG_EPOLL 0
-    static int smg_epoll_open(void) { return -1; }
-    static int smg_epoll_add(int ep, int fd, uint64_t tag) { (void)ep; (void)fd; (void)tag; return -1; }
-    static int smg_epoll_remove(int ep, int fd) { (void)ep; (void)fd; return -1; }
-    static int smg_epoll_wait(int ep, uint64_t *tags, int capacity, int timeout_ms) {
-        (void)ep; (void)tags; (void)capacity; (void)timeout_ms; return -1;
-    }
-    #endif
-    """
-    enum:
-        SMG_EPOLL
-        POLLIN
-    struct pollfd:
-        int fd
-        short events
-        short revents
-    int poll(pollfd *, unsigned long, int)
-    int smg_epoll_open()
-    int smg_epoll_add(int, int, uint64_t)
-    int smg_epoll_remove(int, int)
-    int smg_epoll_wait(int, uint64_t *, int, int)
-
 cdef enum:
     TURN_FRAMES = 256          # frames read from one rank before the others get their turn
-    WAIT_TAGS = 64             # sockets handled per wake
     BAD_FRAMES = 3             # undecodable in a row: the rank is failed
     HEAD_BYTES = 64            # of a bad frame, for the log
     SETTLE_ROUNDS = 4          # attempts to bring a ROUTER to rest before the next wake
@@ -83,6 +41,8 @@ cdef enum EventKind:
     EVENT_RESUMED = 4
     EVENT_UNDECODABLE = 5      # at most once a minute per rank; bytes = the frame's head, detail = its size
     EVENT_MISATTRIBUTED = 6    # once per incarnation; detail = the engine_index that was claimed
+    EVENT_UTILITY = 7          # the reply to a utility call; detail = call id, bytes = the reply
+    EVENT_SILENT = 8           # half of the stall timeout is over: time to ask whether the rank still hears
 
 cdef enum Death:
     DEATH_DISCONNECTED = 1
@@ -90,6 +50,7 @@ cdef enum Death:
     DEATH_UNREACHABLE = 3
     DEATH_UNDECODABLE = 4
     DEATH_SOCKET = 5           # libzmq refused the socket itself
+    DEATH_LOCKSTEP = 6         # another rank of its lockstep group died
 
 cdef enum Outcome:             # why `run` returned
     OUTCOME_TIMEOUT = 0
@@ -116,14 +77,13 @@ cdef struct Connection:        # the sockets of one incarnation of one rank
     uint32_t bad_in_row
     int engine_fd              # the output connection that is the engine's, -1 = not yet
     double next_report         # of undecodable frames, monotonic seconds
+    double probed              # when EVENT_SILENT was last raised, monotonic seconds
     void *input
     void *output
     void *monitor
     int input_fd
     int output_fd
     int monitor_fd
-
-ctypedef int (*Decoder)(const uint8_t *, size_t, Batch *) noexcept nogil
 
 cdef struct Pump:
     Zmq zmq
@@ -132,76 +92,29 @@ cdef struct Pump:
     uint32_t connection_count
     Decoder decode
     Batch batch
+    zmq_msg_t *message         # the output message that is being read, part by part
+    Part *parts                # where their bytes are
+    uint32_t part_capacity
     Event *events              # ring's worth of room; drained by Python after each run
     uint32_t event_count
     uint32_t event_capacity
     uint64_t events_lost       # reports dropped because Python was behind
     double stall_timeout       # seconds; 0 = never
+    uint8_t probes             # raise EVENT_SILENT
     double next_tick
     uint32_t unread            # ranks whose last turn left frames behind
     uint8_t stopped
     uint8_t rare               # a socket that Python serves has something
     int wake_fd                # the read end
-    int epoll_fd               # -1 = use poll
-    pollfd *polled
-    uint64_t *poll_tags
-    uint32_t poll_count
-    uint32_t poll_capacity
+    Waiter waiter
 
 cdef inline double monotonic() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_MONOTONIC, &now)
     return now.tv_sec + now.tv_nsec * 1e-9
 
-# ---------------------------------------------------------------- waiting
-
 cdef inline uint64_t tag_of(uint64_t role, uint32_t rank) noexcept nogil:
     return (role << 32) | rank
-
-cdef inline int watch(Pump *pump, int fd, uint64_t tag) noexcept nogil:
-    cdef void *grown
-    if pump.epoll_fd >= 0:
-        return smg_epoll_add(pump.epoll_fd, fd, tag)
-    if pump.poll_count == pump.poll_capacity:
-        grown = realloc(pump.polled, (pump.poll_capacity + 16) * sizeof(pollfd))
-        if grown == NULL:
-            return -1
-        pump.polled = <pollfd *>grown
-        grown = realloc(pump.poll_tags, (pump.poll_capacity + 16) * sizeof(uint64_t))
-        if grown == NULL:
-            return -1
-        pump.poll_tags = <uint64_t *>grown
-        pump.poll_capacity += 16
-    pump.polled[pump.poll_count].fd = fd
-    pump.polled[pump.poll_count].events = POLLIN
-    pump.poll_tags[pump.poll_count] = tag
-    pump.poll_count += 1
-    return 0
-
-cdef inline void unwatch(Pump *pump, int fd) noexcept nogil:
-    cdef uint32_t i
-    if pump.epoll_fd >= 0:
-        smg_epoll_remove(pump.epoll_fd, fd)
-        return
-    for i in range(pump.poll_count):
-        if pump.polled[i].fd == fd:
-            pump.poll_count -= 1
-            pump.polled[i] = pump.polled[pump.poll_count]
-            pump.poll_tags[i] = pump.poll_tags[pump.poll_count]
-            return
-
-cdef inline int wait(Pump *pump, uint64_t *tags, int timeout_ms) noexcept nogil:
-    cdef uint32_t i
-    cdef int count = 0
-    if pump.epoll_fd >= 0:
-        return smg_epoll_wait(pump.epoll_fd, tags, WAIT_TAGS, timeout_ms)
-    if poll(pump.polled, pump.poll_count, timeout_ms) <= 0:
-        return 0
-    for i in range(pump.poll_count):
-        if pump.polled[i].revents and count < WAIT_TAGS:
-            tags[count] = pump.poll_tags[i]
-            count += 1
-    return count
 
 # ---------------------------------------------------------------- events for Python
 
@@ -220,11 +133,19 @@ cdef inline Event *new_event(Pump *pump, uint8_t kind, uint32_t rank) noexcept n
     event.incarnation = pump.connections[rank].incarnation
     return event
 
-cdef inline void event_bytes(Event *event, const void *data, size_t size) noexcept nogil:
+# An event with a detail and a copy of some bytes.
+cdef inline Event *detailed_event(
+    Pump *pump, uint8_t kind, uint32_t rank, int64_t detail, const void *data, size_t size
+) noexcept nogil:
+    cdef Event *event = new_event(pump, kind, rank)
+    if event == NULL:
+        return NULL
+    event.detail = detail
     event.bytes = <uint8_t *>malloc(size if size else 1)
-    if event.bytes != NULL:
+    if event.bytes != NULL and size:
         memcpy(event.bytes, data, size)
         event.size = <uint32_t>size
+    return event
 
 # ---------------------------------------------------------------- death
 
@@ -234,6 +155,7 @@ cdef inline void fail_rank(Pump *pump, uint32_t rank_index, uint8_t death) noexc
     cdef Table *table = pump.table
     cdef Rank *rank = &table.ranks[rank_index]
     cdef Event *event
+    cdef uint32_t other
     if not connection.attached or connection.failed:
         return
     connection.failed = 1
@@ -248,6 +170,9 @@ cdef inline void fail_rank(Pump *pump, uint32_t rank_index, uint8_t death) noexc
     event = new_event(pump, EVENT_DEAD, rank_index)
     if event != NULL:
         event.detail = death
+    if table.lockstep:
+        for other in range(pump.connection_count):
+            fail_rank(pump, other, DEATH_LOCKSTEP)
 
 cdef inline void drop_queue(Pump *pump, Rank *rank) noexcept nogil:
     cdef Message *message
@@ -266,90 +191,129 @@ cdef inline void report_undecodable(Pump *pump, uint32_t rank_index, const uint8
     if now < connection.next_report:
         return
     connection.next_report = now + 60.0
-    event = new_event(pump, EVENT_UNDECODABLE, rank_index)
-    if event == NULL:
-        return
-    event.fault = pump.batch.fault
-    event.detail = <int64_t>size
-    event_bytes(event, frame, size if size < HEAD_BYTES else HEAD_BYTES)
+    event = detailed_event(pump, EVENT_UNDECODABLE, rank_index, <int64_t>size, frame,
+                           size if size < HEAD_BYTES else HEAD_BYTES)
+    if event != NULL:
+        event.fault = pump.batch.fault
 
-cdef inline void handle_frame(Pump *pump, uint32_t rank_index, const uint8_t *frame, size_t size, double now) noexcept nogil:
+# Decodes one message and applies it. Returns 0, or the Death that it is to its rank.
+cdef inline int handle_message(
+    Pump *pump, uint32_t rank_index, const Part *parts, uint32_t part_count, double now
+) noexcept nogil:
     cdef Connection *connection = &pump.connections[rank_index]
     cdef Table *table = pump.table
     cdef Rank *rank = &table.ranks[rank_index]
-    cdef Event *event
-    cdef int resumed = 0
-    if pump.decode(frame, size, &pump.batch) != 0:
+    cdef Batch *batch = &pump.batch
+    cdef int resumed, misattributed
+    if pump.decode(parts, part_count, batch) != 0:
         connection.bad_in_row += 1
         pthread_mutex_lock(&table.mutex)
         rank.count.undecodable += 1
+        rank.count.extra_parts += part_count - 1
         pthread_mutex_unlock(&table.mutex)
-        report_undecodable(pump, rank_index, frame, size, now)
-        if connection.bad_in_row >= BAD_FRAMES:
-            fail_rank(pump, rank_index, DEATH_UNDECODABLE)
-        return
+        report_undecodable(pump, rank_index, parts[0].data, parts[0].size, now)
+        return DEATH_UNDECODABLE if connection.bad_in_row >= BAD_FRAMES else 0
     connection.bad_in_row = 0
     pthread_mutex_lock(&table.mutex)
-    if rank.state == RANK_STALLED:
+    resumed = rank.state == RANK_STALLED
+    if resumed:
         rank.state = RANK_LIVE
-        resumed = 1
-    if pump.batch.has_engine_index and pump.batch.engine_index != rank_index:
-        rank.count.misattributed += 1
-        if not connection.claimed:
-            connection.claimed = 1
-            event = new_event(pump, EVENT_MISATTRIBUTED, rank_index)
-            if event != NULL:
-                event.detail = <int64_t>pump.batch.engine_index
-    apply(table, <int>rank_index, &pump.batch, frame, now)
+    misattributed = batch.has_engine_index and batch.engine_index != rank_index
+    rank.count.misattributed += misattributed
+    rank.count.extra_parts += part_count - 1
+    apply(table, <int>rank_index, batch, parts, now)
+    if batch.wave != WAVE_NONE and table.lockstep:
+        hear_wave(pump, batch)
     pthread_mutex_unlock(&table.mutex)
     if resumed:
         new_event(pump, EVENT_RESUMED, rank_index)
+    if misattributed and not connection.claimed:
+        connection.claimed = 1
+        detailed_event(pump, EVENT_MISATTRIBUTED, rank_index, <int64_t>batch.engine_index, NULL, 0)
+    if batch.utility.size:
+        detailed_event(pump, EVENT_UTILITY, rank_index, batch.utility_call, parts[0].data + batch.utility.start,
+                       batch.utility.size)
+    return 0
 
-# Reads one turn's worth of frames. Returns 1 when more may be there. `last` = the rank is being failed: take
-# everything, and let no frame fail it again.
+# What ranks say of waves: all of them have parked after one, which raises their own count, or one needs another.
+cdef inline void hear_wave(Pump *pump, const Batch *batch) noexcept nogil:
+    cdef uint64_t past = batch.wave_number + (batch.wave == WAVE_COMPLETE)
+    if past > pump.table.wave:
+        pump.table.wave = past
+    if batch.wave == WAVE_START:
+        start_wave(pump.table, &pump.zmq)
+
+# Room for one more part after the first `count`, which are kept.
+cdef inline bint part_room(Pump *pump, uint32_t count) noexcept nogil:
+    cdef uint32_t capacity = 2 * count + 4
+    cdef void *grown
+    if count < pump.part_capacity:
+        return True
+    grown = realloc(pump.message, capacity * sizeof(zmq_msg_t))
+    if grown == NULL:
+        return False
+    pump.message = <zmq_msg_t *>grown
+    grown = realloc(pump.parts, capacity * sizeof(Part))
+    if grown == NULL:
+        return False
+    pump.parts = <Part *>grown
+    pump.part_capacity = capacity
+    return True
+
+# Receives one whole message into pump.message and pump.parts. Returns its parts; 0 = none, and zmq's errno says why.
+# The parts are closed by `close_message`. Where memory is out the message ends early, which its decoder refuses.
+cdef inline uint32_t receive(Pump *pump, void *socket) noexcept nogil:
+    cdef zmq_msg_t part
+    cdef uint32_t count = 0
+    cdef uint32_t i
+    cdef int more = 1
+    while more:
+        pump.zmq.msg_init(&part)
+        if pump.zmq.msg_recv(&part, socket, ZMQ_DONTWAIT) < 0:   # the first; a message is there as a whole
+            break
+        more = pump.zmq.msg_more(&part)
+        if part_room(pump, count):
+            pump.message[count] = part
+            count += 1
+        else:
+            pump.zmq.msg_close(&part)
+    for i in range(count):   # now that nothing moves any more: short parts are inside of their zmq_msg_t
+        pump.parts[i].data = <const uint8_t *>pump.zmq.msg_data(&pump.message[i])
+        pump.parts[i].size = pump.zmq.msg_size(&pump.message[i])
+    return count
+
+cdef inline void close_message(Pump *pump, uint32_t count) noexcept nogil:
+    cdef uint32_t i
+    for i in range(count):
+        pump.zmq.msg_close(&pump.message[i])
+
+cdef inline bint is_sentinel(const Part *parts, uint32_t count) noexcept nogil:
+    return count == 1 and parts[0].size == 16 and memcmp(parts[0].data, <const char *>b"ENGINE_CORE_DEAD", 16) == 0
+
+# Reads one turn's worth of messages. Returns 1 when more may be there. `last` = the rank is being failed: take
+# everything, and let no message fail it again.
 cdef inline int read_output(Pump *pump, uint32_t rank_index, int last) noexcept nogil:
     cdef Connection *connection = &pump.connections[rank_index]
-    cdef zmq_msg_t msg
-    cdef zmq_msg_t extra
-    cdef int turn, parts, error
+    cdef uint32_t count
+    cdef int turn, error, death
     cdef double now = monotonic()
-    cdef const uint8_t *frame
-    cdef size_t size
     for turn in range(TURN_FRAMES):
         if connection.failed and not last:
             return 0
-        pump.zmq.msg_init(&msg)
-        if pump.zmq.msg_recv(&msg, connection.output, ZMQ_DONTWAIT) < 0:
+        count = receive(pump, connection.output)
+        if count == 0:
             error = pump.zmq.errno_()
-            pump.zmq.msg_close(&msg)
             if error != EAGAIN and error != EINTR and not last:
                 fail_rank(pump, rank_index, DEATH_SOCKET)
             return error == EINTR
-        parts = 1
-        if pump.zmq.msg_more(&msg):
-            while True:
-                pump.zmq.msg_init(&extra)
-                if pump.zmq.msg_recv(&extra, connection.output, ZMQ_DONTWAIT) < 0:
-                    pump.zmq.msg_close(&extra)
-                    break
-                parts += 1
-                error = pump.zmq.msg_more(&extra)
-                pump.zmq.msg_close(&extra)
-                if not error:
-                    break
-            pthread_mutex_lock(&pump.table.mutex)
-            pump.table.ranks[rank_index].count.extra_parts += parts - 1
-            pthread_mutex_unlock(&pump.table.mutex)
-        frame = <const uint8_t *>pump.zmq.msg_data(&msg)
-        size = pump.zmq.msg_size(&msg)
-        if parts == 1 and size == 16 and memcmp(frame, <const char *>b"ENGINE_CORE_DEAD", 16) == 0:
-            pump.zmq.msg_close(&msg)
-            if not last:
-                fail_rank(pump, rank_index, DEATH_SENTINEL)
-                return 0
-            continue
-        handle_frame(pump, rank_index, frame, size, now)
-        pump.zmq.msg_close(&msg)
+        if is_sentinel(pump.parts, count):
+            death = DEATH_SENTINEL
+        else:
+            death = handle_message(pump, rank_index, pump.parts, count, now)
+        close_message(pump, count)
+        if death and not last:
+            fail_rank(pump, rank_index, <uint8_t>death)
+            return 0
     return 1
 
 # Reads whatever is on a rank's input ROUTER (registrations, or noise) until there is nothing.
@@ -375,9 +339,7 @@ cdef inline void read_input(Pump *pump, uint32_t rank_index) noexcept nogil:
                 foreign = (pump.zmq.msg_size(&msg) != 2 or
                            memcmp(pump.zmq.msg_data(&msg), connection.identity, 2) != 0)
             elif parts == 1:
-                event = new_event(pump, EVENT_INPUT, rank_index)
-                if event != NULL:
-                    event_bytes(event, pump.zmq.msg_data(&msg), pump.zmq.msg_size(&msg))
+                event = detailed_event(pump, EVENT_INPUT, rank_index, 0, pump.zmq.msg_data(&msg), pump.zmq.msg_size(&msg))
             parts += 1
             more = pump.zmq.msg_more(&msg)
             pump.zmq.msg_close(&msg)
@@ -447,9 +409,8 @@ cdef inline void flush(Pump *pump, uint32_t rank_index) noexcept nogil:
             dequeue(rank)
             if slot != NULL:
                 slot.sent = 1
-                rank.count.requests += 1
-            else:
-                rank.count.aborts += 1
+            rank.count.requests += message.type_byte == TYPE_ADD
+            rank.count.aborts += message.type_byte == TYPE_ABORT
         pthread_mutex_unlock(&table.mutex)
         if not error:
             free(message)
@@ -513,7 +474,7 @@ cdef inline void tick(Pump *pump, double now) noexcept nogil:
     cdef Table *table = pump.table
     cdef Rank *rank
     cdef uint32_t i
-    cdef int stalled
+    cdef int stalled, silent
     for i in range(pump.connection_count):
         if not pump.connections[i].attached or pump.connections[i].failed:
             continue
@@ -523,10 +484,15 @@ cdef inline void tick(Pump *pump, double now) noexcept nogil:
             continue
         rank = &table.ranks[i]
         pthread_mutex_lock(&table.mutex)
-        stalled = (rank.state == RANK_LIVE and rank.in_flight > 0 and now - rank.quiet_since > pump.stall_timeout)
+        silent = rank.state == RANK_LIVE and rank.in_flight > 0 and now - rank.quiet_since > pump.stall_timeout / 2
+        stalled = silent and now - rank.quiet_since > pump.stall_timeout
+        silent = silent and pump.probes and pump.connections[i].probed < rank.quiet_since
         if stalled:
             rank.state = RANK_STALLED
         pthread_mutex_unlock(&table.mutex)
+        if silent:
+            pump.connections[i].probed = now
+            new_event(pump, EVENT_SILENT, i)
         if stalled:
             new_event(pump, EVENT_STALLED, i)
 
@@ -582,7 +548,7 @@ cdef inline int run(Pump *pump, double until) noexcept nogil:
         if pump.event_count or pump.rare:
             pump.rare = 0   # before Python looks, so that a wake from here on is for the next run
             return OUTCOME_EVENTS
-        count = wait(pump, tags, 0 if pump.unread else timeout_ms)
+        count = wait(&pump.waiter, tags, 0 if pump.unread else timeout_ms)
         for at in range(count):
             serve(pump, tags[at])
         if pump.unread:

@@ -16,6 +16,8 @@ def submit(
     deadline: float = 0,
     outlet: Outlet | None = None,
     suffix: str = "",
+    prompt_tokens: int = 0,
+    logprobs: int | None = None,
 ) -> Stream: ...
 
 @final

@@ -19,9 +19,9 @@ from smg._fastpath cimport Core
 from smg._outlets cimport Outlet, Output, Record, loop_outlet
 from smg._pump cimport monotonic
 from smg._table cimport (
-    CAUSE_ABORTED, NIL, REFUSED_CLOSED, REFUSED_INVALID_RANK, REFUSED_NO_MEMORY, REFUSED_NO_RANK,
-    REFUSED_OVERLOADED, SUFFIX_MAX, TYPE_ADD, WIRE_ID_SIZE, Message, Slot, end_here, enqueue, find, free_slot,
-    pthread_mutex_lock, pthread_mutex_unlock, signal_outlets, slot_at, write_wire_id,
+    CAUSE_ABORTED, CAUSE_LOST, NIL, REFUSED_CLOSED, REFUSED_INVALID_RANK, REFUSED_NO_MEMORY, REFUSED_NO_RANK,
+    REFUSED_OVERLOADED, SUFFIX_MAX, TYPE_ADD, WIRE_ID_SIZE, Message, Slot, end_here, enqueue, find, free_slot, new_message,
+    pthread_mutex_lock, pthread_mutex_unlock, signal_outlets, slot_at, start_wave, write_wire_id,
 )
 
 from smg.errors import Closed, InvalidRank, NoRank, Overloaded
@@ -38,11 +38,12 @@ cdef extern from *:
         PYGEN_NEXT
 
 def submit(Core core not None, bytes payload, uint32_t id_offset, *, request_id=None, int rank=-1, double deadline=0,
-           Outlet outlet=None, str suffix="") -> Stream:
-    """Choose a rank, reserve a slot and queue one ADD, in one critical section.
+           Outlet outlet=None, str suffix="", uint32_t prompt_tokens=0, logprobs=None) -> Stream:
+    """Choose a rank, reserve a slot and queue one ADD, in one critical section; in lockstep, wake the group too.
 
     `payload` has a wire id at `id_offset`, which is overwritten with the slot's own. `rank` < 0 = the least
-    loaded. `deadline` in seconds from now, 0 = none. Raises NoRank, InvalidRank, Overloaded, Closed.
+    loaded. `deadline` in seconds from now, 0 = none. `logprobs`: how many likeliest tokens were asked for, None = all.
+    Raises NoRank, InvalidRank, Overloaded, Closed.
     """
     cdef size_t size = len(payload)
     cdef uint8_t *bytes_
@@ -68,19 +69,17 @@ def submit(Core core not None, bytes payload, uint32_t id_offset, *, request_id=
     stream.record = record
     record.ended = True   # until it has a slot
     record.request_id = request_id
+    record.logprobs = logprobs
     record.attached = outlet is not None
     if loop is not None:
         record.loop = outlet.loop
     if explicit:
         record.stream = stream
-    cdef Message *message = <Message *>malloc(sizeof(Message))
-    if message == NULL or core.pump.zmq.msg_init_size(&message.payload, size) != 0:
-        free(message)
+    cdef Message *message = new_message(&core.pump.zmq, TYPE_ADD, size)
+    if message == NULL:
         raise MemoryError
     bytes_ = <uint8_t *>core.pump.zmq.msg_data(&message.payload)
     memcpy(bytes_, <const char *>payload, size)
-    message.type_byte = TYPE_ADD
-    message.size = size
     cdef const char *tail_bytes = tail
     cdef uint8_t tail_size = <uint8_t>len(tail)
     Py_INCREF(record)
@@ -89,7 +88,7 @@ def submit(Core core not None, bytes payload, uint32_t id_offset, *, request_id=
     if outlet is not None and outlet.data.closed:   # by a finaliser, since it was looked at above
         chosen = REFUSED_CLOSED
     if chosen >= 0:
-        index = reserve(&core.table, chosen, now, now + deadline if deadline > 0 else 0)
+        index = reserve(&core.table, chosen, prompt_tokens, now, now + deadline if deadline > 0 else 0)
         if index == NIL:
             chosen = REFUSED_NO_MEMORY
     if chosen >= 0:
@@ -107,6 +106,9 @@ def submit(Core core not None, bytes payload, uint32_t id_offset, *, request_id=
         record.rank = chosen
         record.ended = False
         enqueue(&core.table, <uint32_t>chosen, message)
+        if core.table.lockstep and start_wave(&core.table, &core.pump.zmq) != 0:
+            end_here(&core.table, &core.pump.zmq, index, CAUSE_LOST)   # a rank that sleeps on would hold it up
+            signal_outlets(&core.table)
     pthread_mutex_unlock(&core.table.mutex)
     if chosen < 0:
         Py_DECREF(record)

@@ -32,6 +32,9 @@ cdef enum:
     SUFFIX_MAX = 33            # '-' and 32 characters of the request's own id
     TYPE_ADD = 0               # message type bytes
     TYPE_ABORT = 1
+    TYPE_WAVE = 2
+    TYPE_UTILITY = 3
+    WAVE_SIZE = 11             # bytes of a wave message's payload
     REASON_MAX = 24            # bytes kept of a finish reason this code does not know
     QUEUE_FRAMES = 1024        # requests not yet sent to one rank
     KEPT_TOKENS = 64           # a freed slot keeps a token buffer up to this size
@@ -51,7 +54,8 @@ cdef enum Cause:
     CAUSE_DEADLINE = 5
     CAUSE_CLOSED = 6           # the group was closed
     CAUSE_LOST = 7             # no memory for its tokens
-    CAUSE_COUNT = 8
+    CAUSE_FORGOTTEN = 8        # the engine is done with it, and sent no last output
+    CAUSE_COUNT = 9
 
 cdef enum RankState:           # the values of lifecycle.State, in its order
     RANK_ABSENT = 0
@@ -90,15 +94,17 @@ cdef struct Slot:
     uint8_t ready              # on its outlet's ready list
     uint8_t sent               # its ADD was handed to libzmq
     uint8_t suffix_size
+    uint8_t stop_kind          # StopKind: what the engine matched
     int32_t rank
     uint32_t incarnation       # of the rank, when it was reserved
-    uint32_t prompt_tokens
+    uint32_t prompt_tokens     # as submitted, until the engine says otherwise
     uint32_t completion_tokens # cumulative, as the engine counts
     uint32_t cached_tokens
     uint32_t token_count       # tokens not yet taken
     uint32_t token_capacity
     uint32_t *tokens
-    uint8_t *cold              # logprob spans not yet taken: values, ids, values, ids ...
+    int64_t stop_id            # of STOP_ID
+    uint8_t *cold              # cold entries not yet taken, one after the other
     uint32_t cold_size
     uint32_t cold_capacity
     uint32_t heap_at           # place in the deadline heap, NIL = no deadline
@@ -110,7 +116,7 @@ cdef struct Slot:
     uint32_t next_ready        # its outlet's list
     uint32_t prev_ready
     uint32_t next_free
-    char reason[24]            # of FINISH_OTHER
+    char reason[24]            # the engine's word: of FINISH_OTHER, else of STOP_TEXT
     char suffix[33]            # what follows the 24 digits on the wire
 
 cdef struct Message:           # one request or abort on its way to a rank
@@ -134,7 +140,7 @@ cdef struct RankCounters:
     uint64_t aborts            # ABORTs sent
     uint64_t unsent            # ADDs dropped before they were sent
     uint64_t overloaded        # submits refused at a bound
-    uint64_t ended[8]          # requests by Cause
+    uint64_t ended[9]          # requests by Cause
 
 cdef struct Rank:
     uint8_t state              # RankState
@@ -158,6 +164,8 @@ cdef struct Table:
     pthread_mutex_t mutex
     uint32_t epoch             # random per start of a group
     uint8_t closed
+    uint8_t lockstep           # ranks step together, in waves
+    uint64_t wave              # the last one that was started; ranks ignore those before their own
     Slot **blocks
     uint32_t block_count
     uint32_t slot_count
@@ -399,6 +407,17 @@ cdef inline void enqueue(Table *table, uint32_t rank_index, Message *message) no
         table.to_flush = rank_index
     wake_pump(table)
 
+# Room for a message of `size` payload bytes; NULL when memory is out.
+cdef inline Message *new_message(const Zmq *zmq, uint8_t type_byte, size_t size) noexcept nogil:
+    cdef Message *message = <Message *>malloc(sizeof(Message))
+    if message == NULL or zmq.msg_init_size(&message.payload, size) != 0:
+        free(message)
+        return NULL
+    message.type_byte = type_byte
+    message.slot = NIL
+    message.size = size
+    return message
+
 cdef inline Message *dequeue(Rank *rank) noexcept nogil:
     cdef Message *message = rank.queue_head
     rank.queue_head = message.next
@@ -456,21 +475,17 @@ cdef inline int end_here(Table *table, const Zmq *zmq, uint32_t index, uint8_t c
     cdef Rank *rank = &table.ranks[slot.rank]
     cdef Message *message
     cdef uint8_t *payload
+    cdef size_t size
     if not end(table, index, cause):
         return 0
     if not slot.sent or rank.incarnation != slot.incarnation or rank.state < RANK_LIVE or rank.state > RANK_DRAINING:
         return 1
-    message = <Message *>malloc(sizeof(Message))
+    size = 2 + WIRE_ID_SIZE + slot.suffix_size
+    if size - 2 > 31:
+        size += 1
+    message = new_message(zmq, TYPE_ABORT, size)
     if message == NULL:
         return 1   # the engine runs on to the request's own end, and its rows are late
-    message.type_byte = TYPE_ABORT
-    message.slot = NIL
-    message.size = 2 + WIRE_ID_SIZE + slot.suffix_size
-    if message.size - 2 > 31:
-        message.size += 1
-    if zmq.msg_init_size(&message.payload, message.size) != 0:
-        free(message)
-        return 1
     payload = <uint8_t *>zmq.msg_data(&message.payload)
     payload[0] = 0x91   # msgpack: array of one string
     if slot.suffix_size + WIRE_ID_SIZE > 31:
@@ -497,3 +512,34 @@ cdef inline uint32_t end_expired(Table *table, const Zmq *zmq, double now) noexc
         end_here(table, zmq, table.heap[0], CAUSE_DEADLINE)
         count += 1
     return count
+
+# ---------------------------------------------------------------- waves
+
+# Starts the next wave: every rank of a lockstep group steps until all are idle, so that none waits in a collective
+# for one that sleeps. A start that still waits to be sent is renewed. Returns -1 when memory is out.
+cdef inline int start_wave(Table *table, const Zmq *zmq) noexcept nogil:
+    cdef Rank *rank
+    cdef Message *message
+    cdef uint32_t i
+    table.wave += 1
+    for i in range(table.rank_count):
+        rank = &table.ranks[i]
+        if rank.state < RANK_LIVE or rank.state > RANK_DRAINING:
+            continue
+        message = rank.queue_tail
+        if message != NULL and message.type_byte == TYPE_WAVE:
+            write_wave(<uint8_t *>zmq.msg_data(&message.payload), table.wave)
+            continue
+        message = new_message(zmq, TYPE_WAVE, WAVE_SIZE)
+        if message == NULL:
+            return -1
+        write_wave(<uint8_t *>zmq.msg_data(&message.payload), table.wave)
+        enqueue(table, i, message)
+    return 0
+
+# msgpack: [wave, nil], nil for no rank that is left out
+cdef inline void write_wave(uint8_t *payload, uint64_t wave) noexcept nogil:
+    cdef int i
+    payload[0], payload[1], payload[10] = 0x92, 0xcf, 0xc0
+    for i in range(8):
+        payload[2 + i] = <uint8_t>(wave >> (56 - 8 * i))

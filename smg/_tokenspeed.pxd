@@ -14,7 +14,7 @@ from libc.string cimport memcmp
 
 from smg._batch cimport WIRE_ID_DIGITS, batch_clear, fail, fail_read, finish_of, parse_digits, \
     parse_wire_id, reserve_rows, reserve_tokens
-from smg._frame cimport FINISH_NONE, Batch, Row
+from smg._frame cimport FINISH_NONE, Batch, Part, Row
 from smg._msgpack cimport OK, Cursor, load_u16, load_u32, read_array, read_float, read_text, read_u32, \
     read_u64, read_valid_text, remaining, skip
 
@@ -88,6 +88,11 @@ cdef inline int decode_slim(const uint8_t *frame, size_t size, Batch *batch) noe
         return fail(batch, b"frame", -1, what, remaining(&s.c), 0, s.c.at - frame)
     batch.row_count = s.row_count
     return 0
+
+
+cdef inline int decode_slim_message(const Part *parts, uint32_t part_count, Batch *batch) noexcept nogil:
+    """The Decoder of this engine, whose messages are one frame. Further parts are left alone."""
+    return decode_slim(parts[0].data, parts[0].size, batch)
 
 
 cdef inline int slim_column(Slim *s, const char *column) noexcept nogil:

@@ -68,6 +68,18 @@ class Aborted(StreamError):
     """The request was aborted by this side while somebody was waiting for its output."""
 
 
+class UtilityError(Error):
+    """An engine refused or failed a utility call, in its own words. `rank` and `method` say which call."""
+
+    def __init__(self, message: str, rank: int = -1, method: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.method = rank, method
+
+
+class UtilityTimeout(UtilityError):
+    """An engine did not answer a utility call in time. It may have been too busy, or it hears nothing any more."""
+
+
 class AddressError(Error):
     """A worker URL, handshake address, socket directory or socket path cannot be used as it is."""
 

@@ -7,8 +7,9 @@ import atexit
 import concurrent.futures
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,17 @@ from smg import _fastpath
 from smg._outlets import Outlet, new_outlet
 from smg._streams import Stream, submit
 from smg.engine import address
+from smg.engine.lifecycle import State
 from smg.engine.loop import Loop
-from smg.errors import InvalidRank, InvalidRequest, NotReady
-from smg.protocol import addresses, tokenspeed
+from smg.errors import InvalidRank, InvalidRequest, NoRank, NotReady, UtilityTimeout
+from smg.protocol import addresses, tokenspeed, vllm
 from smg.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-BACKENDS: dict[str, ModuleType] = {"tokenspeed": tokenspeed}
+BACKENDS: dict[str, ModuleType] = {"tokenspeed": tokenspeed, "vllm": vllm}
 _DEFAULTS = SamplingParams()
 _PLACEHOLDER = "0" * 24
 _open_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
@@ -60,7 +62,9 @@ class EngineGroup:
     `max_inflight`: requests per rank before `Overloaded`, None = unbounded. `stall_timeout`: seconds of
     silence with work in flight after which a rank gets nothing new while others live; 0 = never.
     `handshake_timeout`: seconds without progress after which a dialer is given up. `log_request_ids`: let
-    request ids follow the router's own id on the wire.
+    request ids follow the router's own id on the wire. Of vLLM only: `model`, what the engine leaves to its
+    frontend to know (without its `eos_token_ids` nothing ends a completion but its own limits), and
+    `parallel_config`, what INIT sets in the ranks of a model with experts that were not launched by one command.
 
     Listening begins here, on loopback and in that directory only. Use it as `async with` or `with`, or
     `close` it. Raises AddressError when the URL, the directory or the address cannot be used.
@@ -78,6 +82,8 @@ class EngineGroup:
         stall_timeout: float = 60.0,
         handshake_timeout: float = 600.0,
         log_request_ids: bool = False,
+        model: vllm.Model | None = None,
+        parallel_config: Mapping[str, Any] | None = None,
         use_epoll: bool = True,
     ) -> None:
         if backend not in BACKENDS:
@@ -88,17 +94,25 @@ class EngineGroup:
             raise ValueError(f"min_ready={min_ready}: must be in 1..{ranks}")
         if max_inflight is not None and max_inflight < 1:
             raise ValueError(f"max_inflight={max_inflight}: must be at least 1, or None")
+        own = {"model": model, "parallel_config": parallel_config}
+        if backend != "vllm" and any(value is not None for value in own.values()):
+            raise ValueError(f"{' and '.join(own)} are for backend='vllm', not {backend!r}")
         self.url = url
         self.backend = backend
         self.min_ready = ranks if min_ready is None else min_ready
         self._protocol = BACKENDS[backend]
+        self._encode_add: Callable[..., bytes] = self._protocol.encode_add
+        if model is not None:
+            self._encode_add = partial(self._encode_add, model=model)
         self._log_ids = log_request_ids
         self._ranks = ranks
         self._core = _fastpath.Core(
             ranks,
+            backend=backend,
             decode_cold=self._protocol.decode_logprobs,
             stall_timeout=stall_timeout,
             max_inflight=max_inflight or 0,
+            probes=backend == "vllm",
             use_epoll=use_epoll,
         )
         directory = address.SocketDirectory(url, ranks)
@@ -109,6 +123,7 @@ class EngineGroup:
             backend=backend,
             ranks=ranks,
             handshake_timeout=handshake_timeout,
+            parallel_config=parallel_config,
         )
         _open_loops.add(self._loop)
         finalizer = weakref.finalize(self, self._loop.stop)
@@ -203,16 +218,18 @@ class EngineGroup:
             raise InvalidRequest("deadline", deadline, "a number of seconds above 0")
         if rank is not None:
             self._check_rank(rank)
-        if priority and not self._protocol.HAS_PRIORITY:
-            raise InvalidRequest("priority", priority, f"0: {self.backend} has no priorities")
+        more = {}
+        if priority:
+            if not self._protocol.HAS_PRIORITY:
+                raise InvalidRequest("priority", priority, f"0: {self.backend} has no priorities")
+            more = {"priority": priority, "version": self._loop.version}
+        if params is None:
+            params = _DEFAULTS
         suffix = ""
         if self._log_ids and request_id:
             suffix = "-" + re.sub(r"[^A-Za-z0-9._-]", "_", request_id[:32])
-        payload = self._protocol.encode_add(
-            _PLACEHOLDER + suffix,
-            prompt_token_ids,
-            _DEFAULTS if params is None else params,
-            context_length=self._loop.context_length,
+        payload = self._encode_add(
+            _PLACEHOLDER + suffix, prompt_token_ids, params, context_length=self._loop.context_length, **more
         )
         return submit(
             self._core,
@@ -223,6 +240,8 @@ class EngineGroup:
             deadline=deadline or 0.0,
             outlet=outlet,
             suffix=suffix,
+            prompt_tokens=len(prompt_token_ids),
+            logprobs=params.logprobs,
         )
 
     def outlet(self) -> Outlet:
@@ -232,7 +251,56 @@ class EngineGroup:
     def drain(self, rank: int) -> None:
         """Give `rank` nothing new; when its requests have ended it is let go and may be restarted."""
         self._check_rank(rank)
+        if self._loop.lockstep:
+            raise InvalidRank("ranks that step together cannot be drained one by one; restart the group")
         self._loop.drain(rank)
+
+    # ---------------------------------------------------------- utilities
+
+    async def utility(self, method: str, *args: Any, rank: int | None = None, timeout: float | None = 60.0) -> Any:
+        """What an engine's utility answers: of `rank`, or a list over all live ranks, which are asked at once.
+
+        vLLM has them: `reset_prefix_cache`, `sleep`, `wake_up`, `is_sleeping`, `add_lora`, `remove_lora`,
+        `list_loras`, `profile` and others in `smg.protocol.vllm_utilities`, which has their arguments. `timeout` in
+        seconds; `sleep` and `pause_scheduler` answer when they are done. Raises InvalidRequest, InvalidRank, NoRank,
+        UtilityError in the engine's words, UtilityTimeout, RankDied or Closed.
+        """
+        calls = self._start_calls(method, args, rank)
+        done, late = await asyncio.wait([asyncio.wrap_future(call) for call in calls.values()], timeout=timeout)
+        for future in late:
+            future.cancel()
+        return self._answers(method, calls, timeout, rank)
+
+    def wait_utility(self, method: str, *args: Any, rank: int | None = None, timeout: float | None = 60.0) -> Any:
+        """`utility` for code without an event loop."""
+        calls = self._start_calls(method, args, rank)
+        concurrent.futures.wait(calls.values(), timeout)
+        return self._answers(method, calls, timeout, rank)
+
+    def _start_calls(
+        self, method: str, args: tuple[Any, ...], rank: int | None
+    ) -> dict[int, concurrent.futures.Future[Any]]:
+        if self.backend != "vllm":
+            raise InvalidRequest("method", method, f"nothing: {self.backend} has no utilities")
+        if rank is not None:
+            self._check_rank(rank)
+            return {rank: self._loop.call_utility(rank, method, args)}
+        takes_work = (State.LIVE, State.STALLED, State.DRAINING)
+        live = [life.index for life in self._loop.lives if life.state in takes_work]
+        if not live:
+            raise NoRank("no rank is live; ask the group's `ranks` for their states")
+        return {index: self._loop.call_utility(index, method, args) for index in live}
+
+    def _answers(
+        self, method: str, calls: dict[int, concurrent.futures.Future[Any]], timeout: float | None, rank: int | None
+    ) -> Any:
+        for index, call in calls.items():
+            if call.cancel():
+                raise UtilityTimeout(f"rank {index} did not answer {method} within {timeout:g} s", index, method)
+        answers = [call.result() for call in calls.values()]
+        if method in ("resume_scheduler", "wake_up") and self._loop.lockstep:
+            self._core.start_wave()  # starts that came while the ranks paused were dropped
+        return answers if rank is None else answers[0]
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self._ranks:

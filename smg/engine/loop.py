@@ -13,8 +13,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -31,6 +32,7 @@ from smg.engine.lifecycle import (
     hear_handshake,
     hear_registration,
 )
+from smg.engine.utilities import Calls
 from smg.errors import AddressError, Closed, ForkedError
 from smg.protocol import handshake
 
@@ -68,6 +70,7 @@ class Loop:
         backend: str,
         ranks: int,
         handshake_timeout: float,
+        parallel_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.core = core
         self.backend = backend
@@ -76,6 +79,11 @@ class Loop:
         self.refused = 0  # handshake messages of no rank of this group
         self.live = 0  # ranks that take work
         self.context_length: int | None = None  # tokens; the least any rank registered
+        self.version = ""  # the engine's, when all ranks say the same
+        self.lockstep = False  # ranks step together, and die together
+        self.calls = Calls(core)
+        self._parallel_config = parallel_config
+        self._config_hashes: dict[int, str] = {}  # rank -> of the parallel_config it runs with
         self._directory = directory
         self._sockets: list[Sockets | None] = [None] * ranks
         self._noted: set[tuple[int, str]] = set()
@@ -157,6 +165,13 @@ class Loop:
             self._commands.append(command)
         self.core.wake()
 
+    def call_utility(self, rank: int, method: str, args: tuple[Any, ...]) -> concurrent.futures.Future[Any]:
+        """Start a utility call on a rank; see `Calls.start`."""
+        self._check_process()
+        if self._closing:
+            raise Closed("the group is closed")
+        return self.calls.start(rank, method, args)
+
     def drain(self, rank: int) -> None:
         """Let a rank finish what it has and give it nothing new."""
         self.call(lambda: self._handle(rank, Event.DRAIN))
@@ -206,7 +221,25 @@ class Loop:
     def _serve_handshake(self) -> None:
         while self._poller.poll(0):
             frames = self._handshake.recv_multipart(zmq.NOBLOCK)
-            self._on_heard(hear_handshake(frames, len(self.lives), lambda frame: handshake.decode_status(frame).status))
+            status: list[handshake.Status] = []
+
+            def status_of(frame: bytes, status: list[handshake.Status] = status) -> str:
+                status.append(handshake.decode_status(frame))
+                return status[0].status
+
+            heard = hear_handshake(frames, len(self.lives), status_of)
+            self._on_heard(self._agreeing(heard, status[0].parallel_config_hash) if status else heard)
+
+    def _agreeing(self, heard: Heard, config_hash: str | None) -> Heard:
+        """A READY, or that it is refused: ranks that step together have to run with one parallel_config."""
+        if heard.event is not Event.READY or heard.rank is None or config_hash is None:
+            return heard
+        self._config_hashes[heard.rank] = config_hash
+        for rank, known in self._config_hashes.items():
+            if known != config_hash and self.lives[rank].state in (State.HELLO, State.LIVE):
+                why = f"its parallel_config ({config_hash[:80]}) is not that of rank {rank} ({known[:80]})"
+                return Heard(heard.rank, Event.BAD, why)
+        return heard
 
     def _on_heard(self, heard: Heard, incarnation: int | None = None) -> None:
         if heard.rank is None:
@@ -226,6 +259,10 @@ class Loop:
     ) -> None:
         if kind == _EVENT.INPUT:
             self._on_input(rank, incarnation, detail, data)
+        elif kind == _EVENT.UTILITY:
+            self.calls.answer(detail, data)
+        elif kind == _EVENT.SILENT:
+            self.calls.probe(rank)
         elif kind == _EVENT.DEAD:
             self._handle(rank, Event.LOST, incarnation=incarnation, why=_fastpath.DEATHS[detail])
         elif kind == _EVENT.STALLED:
@@ -257,6 +294,9 @@ class Loop:
         heard = hear_registration(frames, rank, self.backend, version_of)
         if heard.event is Event.REGISTERED and self.lives[rank].incarnation == incarnation:
             self.registrations[rank] = registration[0]
+            if registration[0].lockstep and not self.lockstep:
+                self.lockstep = True
+                self.core.step_together()
         self._on_heard(heard, incarnation)
 
     # ---------------------------------------------------------- the state table, carried out
@@ -297,7 +337,9 @@ class Loop:
         self._sockets[rank] = sockets
         self.core.attach(rank, incarnation, sockets.input, sockets.output, sockets.monitor)
         init = handshake.encode_init(
-            [self._directory.input(rank, incarnation)], [self._directory.output(rank, incarnation)]
+            [self._directory.input(rank, incarnation)],
+            [self._directory.output(rank, incarnation)],
+            self._parallel_config,
         )
         try:
             self._handshake.send_multipart([handshake.identity(rank), init], zmq.NOBLOCK)
@@ -327,6 +369,8 @@ class Loop:
         sockets, self._sockets[rank] = self._sockets[rank], None
         if sockets is None:
             return
+        self._config_hashes.pop(rank, None)
+        self.calls.rank_died(rank)
         self.core.end_rank(rank)  # a handshake that was given up has none, a drained rank neither
         self.core.detach(rank)
         sockets.close()
@@ -344,6 +388,8 @@ class Loop:
         self.live = live = sum(life.state in (State.LIVE, State.STALLED) for life in self.lives)
         known = [r.max_model_len for r in self.registrations if r is not None and r.max_model_len]
         self.context_length = min(known) if known else None
+        versions = {r.vllm_version for r in self.registrations if r is not None}
+        self.version = versions.pop() if len(versions) == 1 else ""
         with self._lock:
             done = [future for count, future in self._waiters if count <= live]
             self._waiters = [
@@ -372,6 +418,7 @@ class Loop:
                     self._directory.discard(rank, life.incarnation)
                 life.state = State.ABSENT
             self.live = 0
+            self.calls.close()
             if not self._exiting:  # else who still reads is a daemon thread, whose error would only be printed
                 self.core.close()
         finally:

@@ -89,6 +89,14 @@ class Registration:
         return "vllm" if self.vllm_version else None
 
     @property
+    def lockstep(self) -> bool:
+        """Whether the rank steps together with the group's others, as those of vLLM do for a model with experts.
+
+        Independent ranks of vLLM say 1, whatever it was started with; others' sizes tell nothing about this.
+        """
+        return self.family == "vllm" and self.data_parallel_size > 1
+
+    @property
     def version(self) -> str:
         """The engine's version without the family."""
         return self.vllm_version.removeprefix(f"{self.family}-")

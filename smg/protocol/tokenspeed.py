@@ -339,11 +339,11 @@ def _row(rid: str, ids: list[int], reason: str, *rest: Any) -> DecodedRow:
     return DecodedRow(rid, parse_wire_id(rid), ids, reason, prompt, completion, cached, floats, logprob_ids)
 
 
-def decode_logprobs(spans: bytes) -> list[tuple[int, float, list[tuple[int, float]]]]:
+def decode_logprobs(spans: bytes, top: int | None = None) -> list[tuple[int, float, list[tuple[int, float]]]]:
     """The logprob entries of one or more outputs of a request, as (token id, logprob, likeliest others).
 
     `spans`: its entry in output_token_logprobs_val, then in output_token_logprobs_idx, for each output in
-    turn, as they are in the frames. This engine sends no likeliest others.
+    turn, as they are in the frames. This engine sends no likeliest others, whatever `top` says.
     """
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(spans)))
     unpacker.feed(spans)

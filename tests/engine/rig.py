@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import msgpack
 import zmq
 
 from smg import _fastpath, _streams
 from smg.engine.lifecycle import State
-from smg.protocol import handshake, tokenspeed
+from smg.protocol import handshake, tokenspeed, vllm
 
 LIVE = list(State).index(State.LIVE)
 DEAD = list(State).index(State.DEAD)
@@ -36,16 +37,24 @@ class Rank:
         self.dealer.send(b"registration")
         self.adds: list[str] = []
         self.aborts: list[str] = []
+        self.waves: list[int] = []
+        self.calls: list[list] = []
         core.attach(index, incarnation, self.router, self.pull, self.monitor)
 
     def read(self):
         """Take what the router has sent."""
         while self.dealer.poll(0):
             kind, payload = self.dealer.recv_multipart()
-            if kind == tokenspeed.ADD:
-                self.adds.append(tokenspeed.decode_request(payload).rid)
+            message = msgpack.unpackb(payload)
+            if kind == vllm.ADD:
+                self.adds.append(message[1] if message[0] == tokenspeed.REQUEST_TAG else message[0])
+            elif kind == vllm.ABORT:
+                self.aborts += message
+            elif kind == vllm.START_DP_WAVE:
+                self.waves.append(message[0])
+                assert message[1:] == [None]
             else:
-                self.aborts += tokenspeed.decode_abort(payload)
+                self.calls.append(message)
 
     def close(self):
         self.pull.disable_monitor()
@@ -59,19 +68,24 @@ class Rig:
     Inproc sockets deliver at once and have no connections; with a `directory` they are ipc sockets in it.
     """
 
-    def __init__(self, ranks=2, max_inflight=0, stall_timeout=0.0, use_epoll=True, directory=None):
+    def __init__(
+        self, ranks=2, max_inflight=0, stall_timeout=0.0, use_epoll=True, directory=None, backend="tokenspeed"
+    ):
+        self.protocol = {"tokenspeed": tokenspeed, "vllm": vllm}[backend]
         self.context = zmq.Context()
         self.directory = directory
         self.core = _fastpath.Core(
             ranks,
-            decode_cold=tokenspeed.decode_logprobs,
+            backend=backend,
+            probes=backend == "vllm",
+            decode_cold=self.protocol.decode_logprobs,
             stall_timeout=stall_timeout,
             max_inflight=max_inflight,
             use_epoll=use_epoll,
         )
         self.incarnations = [0] * ranks
         self.ranks: list[Rank | None] = [None] * ranks
-        self.payload = tokenspeed.encode_add("0" * 24, [1, 2, 3])
+        self.payload = self.protocol.encode_add("0" * 24, [1, 2, 3])
         self.begun = [event for index in range(ranks) for event in self.attach(index)]
 
     def attach(self, index):
@@ -104,7 +118,7 @@ class Rig:
         return events
 
     def submit(self, **options):
-        return _streams.submit(self.core, self.payload, tokenspeed.RID_OFFSET, **options)
+        return _streams.submit(self.core, self.payload, self.protocol.RID_OFFSET, **options)
 
     def emit(self, index, rows, load=None):
         """Send one frame of (rid, tokens, finish reason, completion tokens) rows from a rank."""

@@ -195,7 +195,7 @@ def test_many_threads_close_a_group_at_once(make_group, ipc_dir):
 
 def test_a_group_closes_while_threads_make_outlets_of_it():
     for _ in range(20):
-        core = Core(1, decode_cold=None, stall_timeout=0, max_inflight=0)
+        core = Core(1, backend="tokenspeed", decode_cold=None, stall_timeout=0, max_inflight=0)
         made = [new_outlet(core) for _ in range(50)]
         begun = threading.Event()
 

@@ -27,7 +27,7 @@ SOURCES = sorted(path for suffix in ("py", "pyi", "pyx", "pxd") for path in PACK
 LAYERS = [
     ["errors", "_version", "_compiled"],
     ["sampling", "_decoded", "_spelling"],
-    ["_msgpack", "_frame", "_zmq", "_stops", "_escape"],
+    ["_msgpack", "_frame", "_wait", "_zmq", "_stops", "_escape"],
     ["_batch", "_table"],
     ["_tensor"],
     ["_vllm_row"],
