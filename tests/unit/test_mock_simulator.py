@@ -19,71 +19,20 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from mock_frontend import Sockets
 
 import smg.mock
 from smg.mock import Simulator, SimulatorEnded, SimulatorProcess
 from smg.mock.command import add_arguments, main
 from smg.mock.simulator import RANK_OPERATIONS, operations, readable
-from smg.protocol import addresses, handshake
+from smg.protocol import addresses
 
-TIMEOUT_MS = 10_000
 DEAD = b"ENGINE_CORE_DEAD"
 FAST = {"step_ms": 1.0, "vocab_size": 1000}
 
 
-class Frontend:
-    """The router's three kinds of sockets for one group, without a router: everything is done by hand."""
-
-    def __init__(self, directory: Path, ranks: int = 1, output_hwm: int = 0) -> None:
-        self._context = zmq.Context()
-        self.handshake = self._context.socket(zmq.ROUTER)
-        self.handshake.router_handover = True
-        self.address = f"tcp://127.0.0.1:{self.handshake.bind_to_random_port('tcp://127.0.0.1')}"
-        self._directory = directory
-        self._output_hwm = output_hwm
-        self.inputs: dict[int, zmq.Socket[bytes]] = {}
-        self.outputs: dict[int, zmq.Socket[bytes]] = {}
-        for rank in range(ranks):
-            self.open(rank)
-
-    def open(self, rank: int, incarnation: int = 1) -> None:
-        """New data sockets for a rank's incarnation."""
-        for sockets in (self.inputs, self.outputs):
-            if rank in sockets:
-                sockets[rank].close(0)
-        self.inputs[rank] = self._context.socket(zmq.ROUTER)
-        self.inputs[rank].router_mandatory = True
-        self.outputs[rank] = self._context.socket(zmq.PULL)
-        self.outputs[rank].rcvhwm = self._output_hwm
-        for sockets, name in ((self.inputs, "in"), (self.outputs, "out")):
-            sockets[rank].bind(f"ipc://{self._directory}/{name}-{rank}-{incarnation}")
-
-    def receive(self, socket: zmq.Socket[bytes]) -> list[bytes]:
-        assert socket.poll(TIMEOUT_MS), "nothing came"
-        return socket.recv_multipart()
-
-    def expect_status(self, status: str, rank: int) -> None:
-        identity, payload = self.receive(self.handshake)
-        assert identity == rank.to_bytes(2, "little")
-        assert msgpack.unpackb(payload)["status"] == status
-
-    def send_init(self, rank: int) -> None:
-        ends = [s.getsockopt_string(zmq.LAST_ENDPOINT) for s in (self.inputs[rank], self.outputs[rank])]
-        identity = rank.to_bytes(2, "little")
-        self.handshake.send_multipart([identity, handshake.encode_init(ends[:1], ends[1:])])
-
-    def registration(self, rank: int) -> dict[str, Any]:
-        identity, payload = self.receive(self.inputs[rank])
-        assert identity == rank.to_bytes(2, "little")
-        registered: dict[str, Any] = msgpack.unpackb(payload)
-        return registered
-
-    def admit(self, rank: int) -> dict[str, Any]:
-        """The whole handshake with a rank that comes alone."""
-        self.expect_status("HELLO", rank)
-        self.send_init(rank)
-        self.expect_status("READY", rank)
-        return self.registration(rank)
+class Frontend(Sockets):
+    """What it says to TokenSpeed's ranks, and how it reads theirs."""
 
     def add(self, rid: str, rank: int = 0, *, stream: bool = True, prompt: int = 3, **sampling: Any) -> None:
         names = ["max_new_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k"]
@@ -99,12 +48,6 @@ class Frontend:
         payload = msgpack.packb(["TokenizedGenerateReqInput", rid, None, None, *elements])
         self.send(rank, b"\x00", payload)
 
-    def abort(self, *rids: str, rank: int = 0) -> None:
-        self.send(rank, b"\x01", msgpack.packb(list(rids)))
-
-    def send(self, rank: int, *frames: bytes) -> None:
-        self.inputs[rank].send_multipart([rank.to_bytes(2, "little"), *frames])
-
     def output(self, rank: int = 0) -> list[Any]:
         """The next output frame, decoded, without its tag."""
         (frame,) = self.receive(self.outputs[rank])
@@ -116,16 +59,6 @@ class Frontend:
         """(rid, new tokens, reason) of the next output frame."""
         rids, tokens, reasons = self.output(rank)[:3]
         return list(zip(rids, tokens, reasons, strict=True))
-
-    def raw_output(self, rank: int = 0) -> list[bytes]:
-        return self.receive(self.outputs[rank])
-
-    def silent(self, rank: int = 0) -> bool:
-        """Whether no output waits right now (after an event that says the simulator is past the point)."""
-        return not self.outputs[rank].poll(0)
-
-    def close(self) -> None:
-        self._context.destroy(0)
 
 
 @pytest.fixture
@@ -144,25 +77,10 @@ def start(frontend: Frontend) -> Iterator[Callable[..., Simulator]]:
             options = {"record": True, "handshake_address": frontend.address, **FAST, **options}
             mock = stack.enter_context(Simulator("ipc:///nowhere/engine-0", **options))
             if admit:
-                frontend_admits(frontend, mock)
+                frontend.admit_all(mock)
             return mock
 
         yield start
-
-
-def frontend_admits(frontend: Frontend, mock: Simulator | SimulatorProcess) -> None:
-    """Take in all ranks, whose messages interleave as they like."""
-    said = []
-    while len(said) < 2 * len(mock.indexes):
-        identity, payload = frontend.receive(frontend.handshake)
-        rank = int.from_bytes(identity, "little")
-        said.append((msgpack.unpackb(payload)["status"], rank))
-        if said[-1][0] == "HELLO":
-            frontend.send_init(rank)
-    assert sorted(said) == [(status, rank) for status in ("HELLO", "READY") for rank in mock.indexes]
-    for rank in mock.indexes:
-        frontend.registration(rank)
-    mock.wait_live()
 
 
 Start = Callable[..., Simulator]
@@ -355,7 +273,7 @@ def test_a_full_output_stops_the_rank_and_loses_nothing(ipc_dir: Path) -> None:
     options: dict[str, Any] = {**FAST, "step_ms": 0, "record": True, "handshake_address": frontend.address}
     try:
         with Simulator("ipc:///nowhere/engine-0", no_sentinel=True, **options) as mock:
-            frontend_admits(frontend, mock)
+            frontend.admit_all(mock)
             frontend.add("a", max_new_tokens=6000)
             mock.wait_for("blocked")
             assert mock.stats(0)["unsent"] == 1
@@ -553,7 +471,7 @@ def test_waiting_has_an_end_and_says_what_happened_instead(frontend: Frontend, s
 @pytest.fixture
 def process(frontend: Frontend) -> Iterator[SimulatorProcess]:
     with smg.mock.spawn("ipc:///nowhere/engine-0", handshake_address=frontend.address, **FAST) as mock:
-        frontend_admits(frontend, mock)
+        frontend.admit_all(mock)
         yield mock
 
 
