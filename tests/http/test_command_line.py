@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 from scripted import MODEL
+from serving import wait_until
 
 import smg
 from smg.cli import main
@@ -87,6 +89,15 @@ def launch_arguments(directory: Path, *more: str) -> list[str]:
     ]
 
 
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readiness", timeout=20) as response:
+            return response.status == 200
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return False
+
+
 def test_launch_serves_until_sigterm_and_leaves_nothing(ipc_dir):
     process = command(*launch_arguments(ipc_dir, "--log-level", "warn"))
     dial = process.stdout.readline()
@@ -96,6 +107,7 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(ipc_dir):
         f"ipc://{ipc_dir}/g", ranks=2, handshake_address=handshake, step_ms=50, record=True, no_sentinel=True
     ) as mock:
         mock.wait_live()
+        wait_until(lambda: is_ready(url), 20)  # a rank is live before the router has heard of it
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 10, "stream": True}
         with urllib.request.urlopen(f"{url}/v1/chat/completions", json.dumps(body).encode(), 20) as response:
             response.readline()
