@@ -94,7 +94,8 @@ def is_ready(url: str) -> bool:
         with urllib.request.urlopen(f"{url}/readiness", timeout=20) as response:
             return response.status == 200
     except urllib.error.HTTPError as error:
-        assert error.code == 503
+        if error.code != 503:
+            raise
         return False
 
 
@@ -103,11 +104,8 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(ipc_dir):
     dial = process.stdout.readline()
     handshake = re.search(r"tcp://\S+", dial)[0]
     url = re.search(r"answering on (\S+),", process.stdout.readline())[1]
-    with Simulator(
-        f"ipc://{ipc_dir}/g", ranks=2, handshake_address=handshake, step_ms=50, record=True, no_sentinel=True
-    ) as mock:
-        mock.wait_live()
-        wait_until(lambda: is_ready(url), 20)  # a rank is live before the router has heard of it
+    with Simulator(f"ipc://{ipc_dir}/g", ranks=2, handshake_address=handshake, step_ms=50, no_sentinel=True):
+        wait_until(lambda: is_ready(url), 20)
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 10, "stream": True}
         with urllib.request.urlopen(f"{url}/v1/chat/completions", json.dumps(body).encode(), 20) as response:
             response.readline()
