@@ -25,8 +25,10 @@ FLAGS = (
     f"--max-model-len={CONTEXT}",
     "--max-num-seqs=16",
     "--seed=1",
+    "--distributed-executor-backend=uni",  # with the variable below: the model runs in the engine's own process
 )
 VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
