@@ -235,12 +235,13 @@ cdef inline int handle_message(
                        batch.utility.size)
     return 0
 
-# What ranks say of waves: all of them have parked after one, which raises their own count, or one needs another.
+# What a rank says of waves: it has parked after one, which raises its own count, or it needs another. One that has
+# parked may have used up the start of a request which its rank found only after that, and waits with now, alone.
 cdef inline void hear_wave(Pump *pump, const Batch *batch) noexcept nogil:
     cdef uint64_t past = batch.wave_number + (batch.wave == WAVE_COMPLETE)
     if past > pump.table.wave:
         pump.table.wave = past
-    if batch.wave == WAVE_START:
+    if batch.wave == WAVE_START or pump.table.live_count:
         start_wave(pump.table, &pump.zmq)
 
 # Room for one more part after the first `count`, which are kept.

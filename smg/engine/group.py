@@ -266,7 +266,7 @@ class EngineGroup:
         UtilityError in the engine's words, UtilityTimeout, RankDied or Closed.
         """
         calls = self._start_calls(method, args, rank)
-        done, late = await asyncio.wait([asyncio.wrap_future(call) for call in calls.values()], timeout=timeout)
+        _, late = await asyncio.wait([asyncio.wrap_future(call) for call in calls.values()], timeout=timeout)
         for future in late:
             future.cancel()
         return self._answers(method, calls, timeout, rank)

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from smg.errors import InvalidRequest
-from smg.http import info
+from smg.http import admin, info
 from smg.http.errors import ApiError, describe
 from smg.http.exchange import REQUEST_ID_HEADERS, Exchange
 from smg.http.front import ENDPOINTS, Front, name_field
@@ -51,6 +51,8 @@ class App:
         get["/openapi.json"] = self._document
         post: dict[str, Route] = dict.fromkeys(ENDPOINTS, self._complete)
         post |= {path: self._text(answer) for path, answer in info.TEXT_ROUTES.items()}
+        for (method, path), operation in admin.OPERATIONS.items():
+            (get if method == "GET" else post)[path] = self._admin(operation)
         self._routes = {"GET": get, "HEAD": get, "POST": post}
         self._paths = get.keys() | post.keys()
 
@@ -166,6 +168,13 @@ class App:
             body = await read_body(exchange.request, self.limits.body_timeout)
             found = await self.front.off_loop(answer, self.front, body)
             return exchange.answer(info.encode(found))
+
+        return route
+
+    def _admin(self, operation: admin.Operation) -> Route:
+        async def route(exchange: Exchange) -> web.StreamResponse:
+            body = await read_body(exchange.request, self.limits.body_timeout)
+            return exchange.answer(info.encode(await admin.operate(self.front, operation, body)))
 
         return route
 

@@ -59,6 +59,7 @@ def chat_job(request: ChatRequest, model: ModelTokenizer, limits: Limits, backen
                 request,
                 model,
                 limits,
+                backend,
                 max_tokens=request.max_completion_tokens or request.max_tokens,
                 min_tokens=request.min_tokens,
                 logprobs=candidates(request.top_logprobs or 0, backend) if request.logprobs else None,

@@ -42,6 +42,7 @@ def completion_job(request: CompletionRequest, model: ModelTokenizer, limits: Li
                 request,
                 model,
                 limits,
+                backend,
                 # OpenAI's default here, unlike in chat.
                 max_tokens=16 if request.max_tokens is None else request.max_tokens,
                 min_tokens=request.min_tokens,

@@ -97,6 +97,8 @@ def describe(exc: BaseException) -> ApiError:
         return unavailable("rank_died", str(exc))
     if isinstance(exc, errors.Closed):
         return unavailable("shutting_down", str(exc), retry_after=5)
+    if isinstance(exc, errors.UtilityTimeout):
+        return ApiError(504, "utility_timeout", str(exc), type="timeout_error")
     if isinstance(exc, errors.DeadlineExceeded):
         return ApiError(504, "deadline_exceeded", str(exc), type="timeout_error")
     if isinstance(exc, errors.Error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -113,7 +114,7 @@ class Front:
         self.draining = False
         self.active: set[Completion] = set()
         self._decoders = {
-            path: Decoder(endpoint.request, self.options.limits, self.unknown_fields)
+            path: Decoder(endpoint.request, self.options.limits, self.unknown_fields, self.backend)
             for path, endpoint in ENDPOINTS.items()
         }
         self._outlets: dict[EngineGroup, Outlet] = {}
@@ -257,5 +258,7 @@ class Front:
 
 def name_field(path: str, exc: InvalidRequest) -> ApiError:
     """A refusal by the engine's protocol, under the name the endpoint has for the field."""
-    field = ENDPOINTS[path].fields.get(exc.field, exc.field)
+    own = re.match(r"extra\['\w+'\]\['(bad_words|\w+)", exc.field)
+    name = own[1] if own else exc.field
+    field = ENDPOINTS[path].fields.get(name, name)
     return invalid(field, f"{field}: must be {exc.allowed}")

@@ -10,13 +10,7 @@ from smg.http.completions import read_prompts
 from smg.http.errors import ApiError, invalid
 from smg.http.job import Job, candidates, decoding
 from smg.http.render import Timings, encode, finite
-from smg.http.requests import (
-    SAMPLING_REFUSED,
-    GenerateRequest,
-    Limits,
-    NativeSampling,
-    refuse,
-)
+from smg.http.requests import GenerateRequest, Limits, NativeSampling, refuse, refused_fields
 
 if TYPE_CHECKING:
     from smg.http.tokenizer import ModelTokenizer
@@ -39,7 +33,7 @@ def generate_job(request: GenerateRequest, model: ModelTokenizer, limits: Limits
         raise invalid("sampling_params", f"sampling_params: {len(wanted)} objects for {len(prompts)} prompts")
     n = wanted[0].n or 1
     for sampling in wanted:
-        refuse(sampling, SAMPLING_REFUSED)
+        refuse(sampling, refused_fields(NativeSampling, backend))
         if (sampling.n or 1) != n:
             raise invalid("sampling_params", "sampling_params: n must be the same for all prompts")
     if request.logprob_start_len not in (None, -1):
@@ -59,6 +53,7 @@ def generate_job(request: GenerateRequest, model: ModelTokenizer, limits: Limits
                 sampling,
                 model,
                 limits,
+                backend,
                 max_tokens=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
                 min_tokens=sampling.min_new_tokens,
                 logprobs=logprobs,

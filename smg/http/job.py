@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smg._text import Detokenizer, StopStrings
 from smg.http.errors import invalid
@@ -92,14 +92,15 @@ def decoding(
     request: Sampling,
     model: ModelTokenizer,
     limits: Limits,
+    backend: str,
     *,
     max_tokens: int | None,
     min_tokens: int | None,
     logprobs: int | None,
 ) -> Decoding:
     """What `request` says about it; raises for what it may not say."""
-    for name in ("logit_bias", "stop_token_ids"):
-        ids = getattr(request, name)
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        ids = getattr(request, name, None)
         if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
             worst = min(ids) if min(ids) < 0 else max(ids)
             raise invalid(name, f"{name}: token id {worst} is outside the vocabulary (0..{model.vocab_size - 1})")
@@ -112,6 +113,7 @@ def decoding(
             logprobs=logprobs,
             stop_token_ids=stop.engine_ids,
             limits=limits,
+            extra=engine_fields(request, model, backend),
         ),
         stops=stop.stops,
         stop_ids=stop.stop_ids,
@@ -119,6 +121,26 @@ def decoding(
         skip_special_tokens=request.skip_special_tokens is not False,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
     )
+
+
+def engine_fields(request: Sampling, model: ModelTokenizer, backend: str) -> dict[str, dict[str, Any]]:
+    """What only this backend's engine can honour, as `SamplingParams.extra`."""
+    fields: dict[str, Any] = {}
+    if request.bad_words:
+        fields["bad_words_token_ids"] = [ids for word in request.bad_words for ids in spellings(word, model)]
+    if allowed := getattr(request, "allowed_token_ids", None):
+        fields["allowed_token_ids"] = allowed
+    return {backend: fields} if fields else {}
+
+
+def spellings(word: str, model: ModelTokenizer) -> list[list[int]]:
+    """A word's token ids where a text begins, and within one, after a space, where that is another first token."""
+    if not word.strip():
+        raise invalid("bad_words", "bad_words: a word without characters is not allowed")
+    alone = model.encode(word.lstrip(), add_special_tokens=False)
+    within = model.encode(" " + word.lstrip(), add_special_tokens=False)
+    differs = len(within) == len(alone) and within[0] != alone[0]
+    return [alone, within] if differs else [alone]
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ipc://PATH",
         help="one per group; its directory must be private to this user",
     )
-    group.add_argument("--backend", required=True, metavar="NAME", help="the engines' wire: tokenspeed")
+    group.add_argument("--backend", required=True, metavar="NAME", help="the engines' wire: tokenspeed or vllm")
     group.add_argument("--zmq-engine-count", type=int, default=1, metavar="N", help="ranks per worker URL (default 1)")
     add_router_arguments(parser, group)
 
@@ -70,6 +70,15 @@ def add_router_arguments(
         "--zmq-handshake-address",
         metavar="tcp://HOST:PORT",
         help="where ranks dial in, instead of the address derived from the worker URL",
+    )
+    group.add_argument(
+        "--max-logprobs", type=int, default=20, metavar="N", help="the --max-logprobs that vLLM's engines have (20)"
+    )
+    group.add_argument(
+        "--structured-backend",
+        default="xgrammar",
+        metavar="NAME",
+        help="what vLLM's engines compile grammars with: xgrammar, guidance, outlines or lm-format-enforcer (xgrammar)",
     )
     group.add_argument("--max-inflight", type=int, metavar="N", help="requests per rank before 429 (default: no bound)")
     group.add_argument(
@@ -230,6 +239,8 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         max_inflight=args.max_inflight,
         stall_timeout=args.stall_timeout_secs,
         log_request_ids=args.log_request_ids,
+        max_logprobs=args.max_logprobs,
+        structured_backend=args.structured_backend,
         policy=known_policy(args.policy),
         tokenizer_path=args.tokenizer_path,
         chat_template=args.chat_template,

@@ -8,6 +8,7 @@ import msgspec
 
 from smg._version import __version__
 from smg.http import requests
+from smg.http.admin import OPERATIONS
 from smg.http.info import ROUTES
 
 BODIES: dict[str, tuple[type[Any], str]] = {
@@ -76,6 +77,15 @@ def document() -> bytes:
                 "responses": {"200": {**JSON_ANSWER, "content": content}, "default": ERROR},
             }
         }
+    for (method, path), operation in OPERATIONS.items():
+        described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": JSON_ANSWER, "default": ERROR}}
+        if method == "POST":
+            (schema,), more = msgspec.json.schema_components(
+                [operation.body], ref_template="#/components/schemas/{name}"
+            )
+            components |= more
+            described["requestBody"] = {"required": False, "content": {"application/json": {"schema": schema}}}
+        paths[path] = {method.lower(): described}
     paths["/openapi.json"] = {"get": {"summary": "This document", "responses": {"200": JSON_ANSWER}}}
     return msgspec.json.encode(
         {

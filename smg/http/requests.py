@@ -85,7 +85,7 @@ class Sampling(Struct, kw_only=True):
     # Asked for by some clients, and nothing here can do it.
     custom_params: Any = None
     thinking_budget: Any = None
-    bad_words: Any = None
+    bad_words: list[str] | None = None
     logits_processors: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -111,7 +111,7 @@ class OpenAIFields(Sampling, kw_only=True):
     return_hidden_states: Any = None
     prompt_logprobs: Any = None
     session_params: Any = None
-    allowed_token_ids: Any = None
+    allowed_token_ids: list[TokenId] | None = None
     length_penalty: Any = None
     use_beam_search: Any = None
 
@@ -229,6 +229,8 @@ REFUSED = {
     "prediction": "is not supported",
     "web_search_options": "is not supported",
 }
+#: backend -> those of them that its engine can honour
+HONOURED = {"vllm": frozenset({"bad_words", "allowed_token_ids"})}
 HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "length_penalty": (1, 1.0)}
 
 Body = TypeVar("Body", bound=Struct)
@@ -237,11 +239,11 @@ Body = TypeVar("Body", bound=Struct)
 class Decoder:
     """Turns bodies into one kind of request, and counts the fields nobody knows."""
 
-    def __init__(self, kind: type[Any], limits: Limits, unknown: Counter[str]) -> None:
+    def __init__(self, kind: type[Any], limits: Limits, unknown: Counter[str], backend: str) -> None:
         self._decode = msgspec.json.Decoder(kind).decode
         self._keys = msgspec.json.Decoder(dict[str, Raw]).decode
         self._known = frozenset(kind.__struct_fields__)
-        self._refused = frozenset(name for name in kind.__struct_fields__ if name in REFUSED)
+        self._refused = frozenset(refused_fields(kind, backend))
         self._depth = limits.json_depth
         self._unknown = unknown
 
@@ -267,7 +269,10 @@ def refuse(request: Struct, names: Iterable[str]) -> None:
             raise unsupported(name, f"{name} {REFUSED[name]}")
 
 
-SAMPLING_REFUSED = tuple(name for name in NativeSampling.__struct_fields__ if name in REFUSED)
+def refused_fields(kind: type[Any], backend: str) -> list[str]:
+    """Those of a request's fields that ask for what neither the front nor the backend's engine can do."""
+    honoured = HONOURED.get(backend, frozenset())
+    return [name for name in kind.__struct_fields__ if name in REFUSED and name not in honoured]
 
 
 def stop_strings(request: Sampling, limits: Limits) -> list[str]:
@@ -326,6 +331,7 @@ def sampling_params(
     logprobs: int | None,
     stop_token_ids: list[int],
     limits: Limits,
+    extra: dict[str, dict[str, Any]],
 ) -> SamplingParams:
     """What the engine is asked for; `stop_token_ids` are the request's own and those of stop strings."""
     if request.top_k == 0:
@@ -349,6 +355,7 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         logit_bias=request.logit_bias or None,
+        extra=extra,
         **constraint(request),
     )
 

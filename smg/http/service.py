@@ -16,6 +16,7 @@ from smg.http.errors import unavailable
 from smg.http.exchange import REQUEST_ID_HEADERS
 from smg.http.front import ENDPOINTS, Front, FrontOptions
 from smg.http.server import ConnectionLimits, Server, listen, tls_context
+from smg.protocol.vllm import Model
 from smg.routing.router import Router
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class ServiceOptions:
     max_inflight: int | None = None
     stall_timeout: float = 60.0
     log_request_ids: bool = False
+    max_logprobs: int = 20
+    structured_backend: str = "xgrammar"
     policy: str = "least_load"
     tokenizer_path: str | None = None
     chat_template: str | None = None
@@ -95,6 +98,7 @@ class Service:
                     max_inflight=options.max_inflight,
                     stall_timeout=options.stall_timeout,
                     log_request_ids=options.log_request_ids,
+                    model=self._engine_model(model),
                 )
             )
         self.front = Front(Router(self.groups, options.policy), model, options.front)
@@ -113,6 +117,17 @@ class Service:
         metrics = Server(MetricsApp(self.front).handle, options.connection)
         self.metrics_port = await self._listen(metrics, options.prometheus_host, options.prometheus_port)
         self.metrics_url = f"http://{_spelled(options.prometheus_host)}:{self.metrics_port}/metrics"
+
+    def _engine_model(self, model: tokenizer.ModelTokenizer) -> Model | None:
+        """What vLLM's engines leave to their frontend to know."""
+        if self.options.backend != "vllm":
+            return None
+        return Model(
+            eos_token_ids=tuple(model.end_ids),
+            vocab_size=model.vocab_size,
+            max_logprobs=self.options.max_logprobs,
+            structured_backend=self.options.structured_backend,
+        )
 
     async def _listen(self, server: Server, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         listener, bound = await listen(server, host, port, tls)

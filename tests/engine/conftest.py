@@ -23,11 +23,17 @@ def make_group(ipc_dir: Path) -> Iterator[Make]:
     """
     with ExitStack() as stack:
 
-        def make(ranks: int = 2, group: dict[str, Any] | None = None, live: bool = True, **options: Any) -> Any:
+        def make(
+            ranks: int = 2,
+            group: dict[str, Any] | None = None,
+            live: bool = True,
+            backend: str = "tokenspeed",
+            **options: Any,
+        ) -> Any:
             url = f"ipc://{ipc_dir}/g{len(list(ipc_dir.iterdir()))}"
             made = stack.enter_context(
                 smg.EngineGroup(
-                    url, backend="tokenspeed", ranks=ranks, handshake_address="tcp://127.0.0.1:0", **(group or {})
+                    url, backend=backend, ranks=ranks, handshake_address="tcp://127.0.0.1:0", **(group or {})
                 )
             )
             mock = stack.enter_context(
@@ -35,7 +41,7 @@ def make_group(ipc_dir: Path) -> Iterator[Make]:
                     url,
                     ranks=ranks,
                     handshake_address=made.handshake_address,
-                    **{"step_ms": 0, "record": True, **options},
+                    **{"backend": backend, "step_ms": 0, "record": True, **options},
                 )
             )
             if live:

@@ -220,6 +220,18 @@ def test_the_clock_passes_what_ranks_have_completed_and_never_goes_back(lockstep
     assert len(lockstep.ranks[0].waves) == 3
 
 
+def test_ranks_that_parked_beside_a_request_are_woken(lockstep):
+    stream = lockstep.submit(rank=0)
+    lockstep.pump()
+    lockstep.send(1, message(wave_complete=1, engine_index=1))
+    lockstep.pump()
+    assert [rank.waves for rank in lockstep.ranks] == [[1, 3]] * 3
+    stream.abort()
+    lockstep.send(1, message(wave_complete=3, engine_index=1))
+    lockstep.pump()
+    assert [rank.waves for rank in lockstep.ranks] == [[1, 3]] * 3
+
+
 def test_a_rank_that_needs_a_wave_gets_it_on_all_ranks(lockstep):
     lockstep.send(1, message(start_wave=5, engine_index=1))
     lockstep.pump()
