@@ -61,7 +61,8 @@ class Request:
     seed: int = 0
     max_tokens: int | None = None  # None: up to the context
     min_tokens: int = 0
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # nothing but its limits ends it
+    knows_eos: bool = True  # it may end by itself, as the model would
     stop_token_ids: frozenset[int] = frozenset()
     interval: int = 1  # after the first token, a row when the length passes k * interval + phase
     phase: int = 0
@@ -258,7 +259,7 @@ class Engine:
         ends = [(limit, 0 if self._ending.limit_first else 3, "length")]  # the second decides at equal length
         if not request.ignore_eos:
             natural = replies.natural_length(request.seed)
-            if natural is not None:
+            if natural is not None and request.knows_eos:
                 ends.append((max(natural, request.min_tokens), 1, "eos"))
             if request.stop_token_ids:
                 first = replies.first_of(request.start, request.stop_token_ids, max(request.min_tokens - 1, 0), limit)

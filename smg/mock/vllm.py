@@ -20,7 +20,7 @@ from smg.mock.lockstep import Member
 from smg.mock.model import Batch, Ending, Engine, Load, Request
 from smg.mock.settings import Settings
 from smg.mock.vllm_calls import Calls
-from smg.mock.vllm_request import RAW_BYTES, check_survivable, read_add, unpreparable
+from smg.mock.vllm_request import RAW_BYTES, Version, check_survivable, read_add, unpreparable, version_of
 from smg.protocol import handshake
 from smg.protocol.vllm import layout
 from smg.protocol.vllm_outputs import ENVELOPE, FINISH_REASONS, OUTPUT, OUTPUT_BEFORE_EC
@@ -32,8 +32,6 @@ INLINE_BELOW = 256  # bytes; larger arrays go into parts of their own
 CONFIG_HASH = "5f1d" * 16  # of the parallel config, the same for all ranks of a group
 FAULT_TOLERANCE = "handle_fault_tolerance"  # a utility that the input thread handles itself
 QUEUED, SCHEDULED = 1, 2  # events
-
-Version = tuple[int, int]
 
 # Elements by the version that brought them, where it is not the first one.
 OUTPUT_SINCE: dict[str, Version] = {"ec_transfer_params": (0, 26), **dict.fromkeys(OUTPUT[14:], (0, 28))}
@@ -95,8 +93,7 @@ class VLLM:
         elements = layout(settings.vllm_version)
         if elements is None:
             raise ValueError(f"--vllm-version {settings.vllm_version}: must be 0.20 or later")
-        major, minor = settings.vllm_version.split(".")[:2]
-        version = int(major), int(minor)
+        version = version_of(settings.vllm_version)
         names = OUTPUT_BEFORE_EC if version < OUTPUT_SINCE["ec_transfer_params"] else OUTPUT
         self._output = [name for name in names if OUTPUT_SINCE.get(name, version) <= version]
         self._envelope = [name for name in ENVELOPE if ENVELOPE_SINCE.get(name, version) <= version]
@@ -205,7 +202,7 @@ class VLLM:
             prompt=prompt if wanted is not None else [],
             head=self._packer.pack_array_header(len(self._output)) + self._pack(rid),
         )
-        if request["abort_immediately"]:
+        if request.get("abort_immediately"):
             self._forget([rid])
         return taken
 
@@ -225,7 +222,7 @@ class VLLM:
             seed=sampling["seed"],
             max_tokens=sampling["max_tokens"],
             min_tokens=sampling["min_tokens"],
-            ignore_eos=self._eos not in stops,
+            knows_eos=self._eos in stops,
             stop_token_ids=stops,
             return_logprob=sampling["logprobs"] is not None or bool(sampling["logprob_token_ids"]),
         )
@@ -265,7 +262,7 @@ class VLLM:
             self.member.completed.clear()
         self._calls.run(lambda reply: self._unsaid.append(({"utility_output": reply}, [])))
         unsaid, self._unsaid = self._unsaid, []
-        return [self._message(engine_index, elements, rows) for elements, rows in unsaid]
+        return [[self._frame(engine_index, elements, rows)] for elements, rows in unsaid]
 
     def farewell(self, engine_index: int) -> list[list[bytes]]:
         self._abort_all()
@@ -280,7 +277,7 @@ class VLLM:
             # As it is after the step, whereas a batch has its load from before.
             version = self._calls.get_weight_version()
             elements = {"scheduler_stats": _stats(self._engine.load), "weight_version": version}
-        return [self._message(engine_index, elements, rows)[0], *parts]
+        return [self._frame(engine_index, elements, rows), *parts]
 
     def spoil(self, kind: str, batch: Batch, engine_index: int, column: str) -> list[bytes]:
         rows = [[rid, tokens, *self._rest] for rid, tokens in zip(batch.rids, batch.token_ids, strict=True)]
@@ -293,7 +290,7 @@ class VLLM:
             del rows[-1][1:]
         if kind == "map":
             return [self._pack({"outputs": rows})]
-        (frame,) = self._message(first, {}, list(map(self._pack, rows)))
+        frame = self._frame(first, {}, list(map(self._pack, rows)))
         return [frame if kind in ("ragged", "tag", "short") else spoiled(frame, kind)]
 
     def _row(self, batch: Batch, place: int, parts: list[bytes]) -> bytes:
@@ -371,12 +368,12 @@ class VLLM:
                 row[self._at["finish_reason"]] = finish
             self._unsaid.append(({"finished_requests": rids}, list(map(self._pack, rows))))
 
-    def _message(self, engine_index: Any, elements: dict[str, Any], rows: list[bytes]) -> list[bytes]:
-        """EngineCoreOutputs with these outputs and other elements, as a message of one frame."""
+    def _frame(self, engine_index: Any, elements: dict[str, Any], rows: list[bytes]) -> bytes:
+        """EngineCoreOutputs with these outputs and other elements."""
         whole = {"timestamp": time.monotonic(), **elements}
         header = self._packer.pack_array_header
         rest = [self._pack(whole.get(name)) for name in self._envelope[2:]]
-        return [b"".join((header(len(self._envelope)), self._pack(engine_index), header(len(rows)), *rows, *rest))]
+        return b"".join((header(len(self._envelope)), self._pack(engine_index), header(len(rows)), *rows, *rest))
 
     def _pack(self, value: Any) -> bytes:
         packed: bytes = self._packer.pack(value)

@@ -40,7 +40,7 @@ class Calls:
         self, engine: Engine, settings: Settings, member: Member | None, abort_all: Callable[[], None]
     ) -> None:
         self._engine = engine
-        self._max_loras = settings.max_loras
+        self._settings = settings
         self._member = member
         self._abort_all = abort_all
         self._queued: list[tuple[Any, Any, Any]] = []
@@ -168,7 +168,7 @@ class Calls:
     def add_lora(self, lora_request: list[Any]) -> bool:
         self._need_loras()
         try:
-            lora = read_lora(lora_request)
+            lora = read_lora(lora_request, self._settings.vllm_version)
         except Deafening as error:  # here it is guarded
             raise ValueError(str(error)) from None
         self._loras[lora["lora_int_id"]] = lora["lora_name"]
@@ -189,7 +189,7 @@ class Calls:
         return sorted(self._loras)
 
     def _need_loras(self) -> None:
-        if not self._max_loras:
+        if not self._settings.max_loras:
             raise RuntimeError("LoRA is not enabled. Use --enable-lora to enable LoRA.")
 
     def profile(

@@ -35,6 +35,7 @@ from smg.mock.settings import Settings
 from smg.protocol.vllm import decode_request
 
 Values = dict[str, Any]
+Version = tuple[int, int]
 
 LARGEST_N = 16384
 INT32, INT64 = 2**31 - 1, 2**63 - 1
@@ -155,6 +156,7 @@ LORA = (  # an array, of which the first two are needed
     Field("lora_int_id", is_int, nil=False),
     Field("lora_path", is_str, "", nil=False),
     Field("base_model_name", is_str),
+    Field("tensorizer_config_dict", is_map),  # before 0.27
     Field("load_inplace", is_bool, False, nil=False),
     Field("is_3d_lora_weight", is_bool, False, nil=False),
 )
@@ -177,9 +179,14 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("logprobs", lambda v: v is None or v >= -1),
     ("prompt_logprobs", lambda v: v is None or v >= -1),
     ("thinking_token_budget", lambda v: v is None or v >= -1),
-    ("stop", lambda v: not v or "" not in v),
-    ("bad_words", lambda v: not v or "" not in v),
+    ("stop", lambda v: v != "" and (is_str(v) or "" not in (v or ()))),
+    ("bad_words", lambda v: "" not in (v or ())),
 )
+
+
+def version_of(text: str) -> Version:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
 
 
 def read_add(payload: bytes, version: str) -> Values:
@@ -194,17 +201,18 @@ def read_add(payload: bytes, version: str) -> Values:
     if any(_foreign(value) for name, value in request.items() if name != "prompt_token_ids"):
         raise Deafening("an extension type that the engine does not know")
     if request["lora_request"] is not None:
-        request["lora_request"] = read_lora(request["lora_request"])
+        request["lora_request"] = read_lora(request["lora_request"], version)
     if request["sampling_params"] is not None:
         request["sampling_params"] = _read_sampling(request["sampling_params"])
     return request
 
 
-def read_lora(array: list[Any]) -> Values:
+def read_lora(array: list[Any], version: str) -> Values:
     """An adapter by field name. Raises Deafening."""
     if len(array) < 2:
         raise Deafening("lora_request is shorter than 2")
-    lora = _by_name(LORA, dict(zip((field.name for field in LORA), array, strict=False)), "lora_request.")
+    fields = [f for f in LORA if f.name != "tensorizer_config_dict" or version_of(version) < (0, 27)]
+    lora = _by_name(fields, dict(zip((field.name for field in fields), array, strict=False)), "lora_request.")
     if lora["lora_int_id"] < 1 or not lora["lora_path"]:
         raise Deafening(f"lora_request has the id {lora['lora_int_id']} and the path {lora['lora_path']!r}")
     return lora
