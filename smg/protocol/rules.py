@@ -12,8 +12,6 @@ from numbers import Real
 from operator import index
 from typing import Any
 
-import msgpack
-
 from smg.errors import InvalidRequest
 
 Check = Callable[[str, Any], Any]
@@ -81,19 +79,31 @@ def biases(name: str, value: Any) -> dict[int, float] | None:
     return {_token(name, token): _bias(name, bias) for token, bias in value.items()} or None
 
 
-def packable(name: str, value: Any) -> dict[str, Any]:
-    """A dict that msgpack can carry."""
-    try:
-        if type(value) is dict and all(type(key) is str for key in value):
-            msgpack.unpackb(msgpack.packb(value), ext_hook=_no_extension, strict_map_key=False)
-            return value
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise InvalidRequest(name, value, "a dict with str keys whose values plain msgpack can carry")
+DEEPEST = 32  # levels of what a request passes through
 
 
-def _no_extension(code: int, data: bytes) -> None:
-    raise ValueError("engines know no extension types in free values, and drop the request unanswered")
+def passed_through(name: str, value: Any) -> dict[str, Any]:
+    """A dict of JSON's types, which every engine's decoder knows: one that meets another drops the request."""
+    if type(value) is not dict or not carries(value, DEEPEST):
+        raise InvalidRequest(name, value, f"a dict of JSON's types, integers in 64 bits, {DEEPEST} levels deep")
+    return value
+
+
+def carries(value: Any, depth: int) -> bool:
+    """Whether a value is of JSON's types and goes at most `depth` levels deep."""
+    if value is None or type(value) in (bool, float):
+        return True
+    if type(value) is int:
+        return -(2**63) <= value < 2**64
+    if type(value) is str:
+        return is_unicode(value)
+    if type(value) in (list, tuple):
+        return depth > 0 and all(carries(item, depth - 1) for item in value)
+    if type(value) is dict:
+        return depth > 0 and all(
+            type(key) is str and is_unicode(key) and carries(item, depth - 1) for key, item in value.items()
+        )
+    return False
 
 
 def _plain_int(value: Any) -> int | None:

@@ -32,7 +32,7 @@ from smg.protocol.rules import (
     integer,
     is_unicode,
     number,
-    packable,
+    passed_through,
     text,
     tokens,
 )
@@ -88,7 +88,7 @@ SAMPLING = (
     Field("spaces_between_special_tokens", True, flag),
     Field("no_stop_trim", False, flag),
     Field("thinking_budget", None, integer(0, I31)),
-    Field("custom_params", None, packable),
+    Field("custom_params", None, passed_through),
     Field("stream_interval", None, integer(1, I31)),
     Field("logit_bias", None, logit_bias, "logit_bias"),
     Field("seed", None, integer(0, I63), "seed"),

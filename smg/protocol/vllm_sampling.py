@@ -16,7 +16,20 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from smg.errors import InvalidRequest
-from smg.protocol.rules import I31, I63, Check, biases, flag, integer, is_unicode, number, text, tokens
+from smg.protocol.rules import (
+    I31,
+    I63,
+    Check,
+    biases,
+    carries,
+    flag,
+    integer,
+    is_unicode,
+    number,
+    passed_through,
+    text,
+    tokens,
+)
 from smg.sampling import SamplingParams
 
 EXTRA = "vllm"  # the key in SamplingParams.extra
@@ -30,7 +43,6 @@ LONGEST_BAD_WORDS = 128  # token sequences; VLLM_MAX_NUM_BAD_WORDS
 LONGEST_BAD_WORDS_TOKENS = 1024  # over all of them; VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
 LONGEST_MIN_TOKENS = 2**30  # with the prompt it has to fit in 32 bits
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-126, 3.4e38  # what a float32 can hold, and divide by
-DEEPEST = 32  # levels of what a request passes through
 DEEPEST_SCHEMA = 64  # levels of a JSON schema
 DEEPEST_TAG = DEEPEST_SCHEMA + 16  # levels of a structural tag, which has schemas in it
 
@@ -161,29 +173,11 @@ def repetition_detection(name: str, value: Any) -> dict[str, int]:
 
 def extra_args(name: str, value: Any) -> dict[str, Any] | None:
     """What custom code in the engine reads: as JSON has it, since other things may not survive decoding."""
-    if type(value) is not dict or not carries(value, DEEPEST):
-        raise InvalidRequest(name, value, f"a dict of JSON's types, integers in 64 bits, {DEEPEST} levels deep")
+    passed_through(name, value)
     for key in ("kv_transfer_params", "ec_transfer_params"):
         if not isinstance(value.get(key), (dict, type(None))):
             raise InvalidRequest(f"{name}['{key}']", value[key], "a dict")
     return value or None
-
-
-def carries(value: Any, depth: int) -> bool:
-    """Whether a value is of JSON's types and goes at most `depth` levels deep."""
-    if value is None or type(value) in (bool, float):
-        return True
-    if type(value) is int:
-        return -(2**63) <= value < 2**64
-    if type(value) is str:
-        return is_unicode(value)
-    if type(value) in (list, tuple):
-        return depth > 0 and all(carries(item, depth - 1) for item in value)
-    if type(value) is dict:
-        return depth > 0 and all(
-            type(key) is str and is_unicode(key) and carries(item, depth - 1) for key, item in value.items()
-        )
-    return False
 
 
 class Field(NamedTuple):

@@ -275,7 +275,7 @@ EXTRA_VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "stream_interval": ([1, 50, None], [0, -1, 2.0, True]),
     "custom_params": (
         [{}, {"a": {"b": [1, None, "x"]}}, None],
-        [5, [1], {1: 2}, {"a": object()}, {"a": 2**65}, {"a": [msgpack.ExtType(5, b"x")]}],
+        [5, [1], {1: 2}, {"a": object()}, {"a": 2**65}, {"a": [msgpack.ExtType(5, b"x")]}, {"a": msgpack.Timestamp(1)}],
     ),
     "skip_special_tokens": ([True, False, None], [0, "no"]),
     "spaces_between_special_tokens": ([True, False], [1, 0.0]),
