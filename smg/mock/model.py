@@ -183,7 +183,7 @@ class Engine:
         request.state = "waiting"
         self._by_rid[request.rid] = request
         self._waiting[request] = None
-        if self.due is None and not self._halted:
+        if self.due is None and self.admitting and not self._halted:
             self.due = now
 
     def abort(self, rid: str) -> bool:
