@@ -23,6 +23,9 @@ that batches continuously. Start order is free: a rank waits until the router is
   the same two ranks as processes of their own, so that one can be killed:
     python -m smg mock --worker-url ... --start-index 0 --data-parallel-size 2
     python -m smg mock --worker-url ... --start-index 1 --data-parallel-size 2
+  two ranks of vLLM, and two that step together as those of an MoE model:
+    python -m smg mock --worker-url ... --backend vllm --ranks 2
+    python -m smg mock --worker-url ... --backend vllm --lockstep --ranks 2
   as fast as it goes, for measuring a router:
     python -m smg mock --worker-url ... --ranks 2 --step-ms 0 --max-running 1024
   rank 1 dies after its hundredth output frame:

@@ -147,7 +147,10 @@ class Controls(ABC):
         self.call("release", rank)
 
     def step(self, count: int = 1, rank: int | None = None) -> None:
-        """Make that many engine steps now (for ranks on hold); fewer when there is no work left."""
+        """Make that many engine steps now (for ranks on hold); fewer when there is no work left.
+
+        In lockstep, a step is made when every rank that is on hold has been told to.
+        """
         self.call("step", rank, count=count)
 
     def proceed(self, rank: int | None = None) -> None:
@@ -165,7 +168,8 @@ class Controls(ABC):
     ) -> None:
         """Send undecodable frames made from the running requests.
 
-        kind: garbage, empty, truncated, trailing, tag, short, map, or ragged with the column to cut short.
+        kind: garbage, empty, truncated, trailing, tag, short, map, or ragged with the column to cut short (of
+        vLLM's rows, the element to be of a wrong type).
         """
         self.call("malformed", rank, kind=kind, count=count, column=column, **trigger)
 
@@ -202,7 +206,10 @@ class Controls(ABC):
         self.call("engine_index", rank, index=index)
 
     def deafen(self, rank: int | None = None, **trigger: int) -> None:
-        """Hear no message any more, while steps go on, as vLLM does after one that it cannot decode."""
+        """Hear no message any more, while steps go on, as vLLM does after one that it cannot decode.
+
+        Its input socket is then closed, so that sends to it fail.
+        """
         self.call("deafen", rank, **trigger)
 
     def drop_adds(self, count: int = 1, rank: int | None = None) -> None:
@@ -212,12 +219,15 @@ class Controls(ABC):
     # Looking
 
     def stats(self, rank: int) -> dict[str, Any]:
-        """State, load and totals of the rank's incarnation (COUNTERS in smg.mock.rank, Counts, Load)."""
+        """State, load and totals of the rank's incarnation (COUNTERS in smg.mock.rank, Counts, Load).
+
+        Of a rank in lockstep also `wave`, and whether it is `parked`.
+        """
         found: dict[str, Any] = self.call("stats", rank)[0]
         return found
 
     def requests(self, rank: int | None = None) -> list[dict[str, Any]]:
-        """Decoded ADDs by field name, in order of arrival, the latest 10,000 per rank (with `record`).
+        """Decoded ADDs by the engine's field names, in order of arrival, the latest 10,000 per rank (with `record`).
 
         `sampling_params` is a dict with the values after the engine's own derivation; rank, incarnation and
         outcome are added, and `aux_bytes` with the lengths of further frames.

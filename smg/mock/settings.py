@@ -45,9 +45,9 @@ class Settings:
         type=int,
         metavar="N",
     )
-    vllm_version: str = _option("0.32.0", "the version that ranks of --backend vllm register", metavar="VERSION")
+    vllm_version: str = _option("0.32.0", "vLLM: the version that the ranks register, and speak", metavar="VERSION")
     lockstep: bool = _option(
-        False, "with --backend vllm: the ranks make every step together, as those of an MoE model", action="store_true"
+        False, "vLLM: the ranks make every step together, as those of an MoE model", action="store_true"
     )
     handshake_timeout: float = _option(
         600.0, "give up when no INIT came after this long", type=float, metavar="SECONDS"
@@ -95,28 +95,26 @@ class Settings:
     )
     enable_output_logprobs: bool = _option(
         False,
-        "serve logprobs; without it a request for them is refused, as by the engine",
+        "TokenSpeed: serve logprobs; without it a request for them is refused, as by the engine",
         action="store_true",
     )
     grammar_backend: bool = _option(
         False,
-        "accept json_schema, regex, ebnf and structural_tag (the text does not obey them)",
+        "TokenSpeed: accept json_schema, regex, ebnf and structural_tag (the text does not obey them, nor vLLM's)",
         action="store_true",
     )
 
     # How it looks on the wire.
     slim_elements: int = _option(
         14,
-        "elements of an output frame: 14 as 0.1.1, 10 with engine index only, 9 older",
+        "TokenSpeed: elements of an output frame: 14 as 0.1.1, 10 with engine index only, 9 older",
         type=int,
         choices=(9, 10, 14),
     )
     registration: str | None = _option(
         None, "JSON object laid over the registration map; null removes a key", metavar="JSON"
     )
-    max_loras: int = _option(
-        0, "with --backend vllm: LoRA adapters in one batch; 0: the engine has none", type=int, metavar="N"
-    )
+    max_loras: int = _option(0, "vLLM: LoRA adapters in one batch; 0: the engine has none", type=int, metavar="N")
     input_hwm: int | None = _option(
         None,
         "receive high-water mark of the input socket (default: the engine's)",
@@ -124,7 +122,7 @@ class Settings:
         metavar="N",
     )
     no_sentinel: bool = _option(
-        False, "do not send ENGINE_CORE_DEAD when ending (the engine's close() sends it)", action="store_true"
+        False, "do not send ENGINE_CORE_DEAD when ending, as TokenSpeed's close() does", action="store_true"
     )
 
     # Faults and control.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from mock_frontend import TIMEOUT_MS, Sockets
 from smg._codec import decode_vllm
 from smg._decoded import DecodedOutputs
 from smg.mock import Simulator
-from smg.mock.lockstep import SYNC_INTERVAL, Member
+from smg.mock.lockstep import SYNC_INTERVAL, Lockstep, Member
+from smg.mock.model import Engine, Request
+from smg.mock.replies import make_replies
+from smg.mock.settings import Settings
+from smg.mock.vllm import VLLM
 from smg.protocol import vllm
 from smg.sampling import SamplingParams
 
@@ -228,16 +233,47 @@ def test_steps_asked_of_one_rank_wait_for_the_others_to_be_asked(start: Start) -
     assert group.mock.stats(0)["steps"] == 1
 
 
-def test_the_longest_part_of_a_step_is_its_length(start: Start) -> None:
-    group = start(step_ms=1.0, decode_per_req_ms=2.0)
-    for rid in "ab":
-        group.add(rid, 0, max_tokens=20)
-    group.add("c", 1, max_tokens=20)
-    group.start_wave(1)
-    group.finish("a", 0)
-    group.finish("c", 1)
-    assert group.mock.stats(0)["steps"] == group.mock.stats(1)["steps"] == 20
-    assert group.mock.stats(0)["late_steps"] == group.mock.stats(1)["late_steps"] == 0
+@dataclass
+class Stub:
+    """A peer without sockets."""
+
+    engine: Engine
+    member: Member = field(default_factory=Member)
+    incarnation: int = 1
+    state: str = "live"
+    hurries: bool = False
+
+    @property
+    def enters(self) -> bool:
+        return self.member.running or self.engine.due is not None
+
+    def complete_step(self, now: float) -> None:
+        self.engine.step(now)
+
+    def attend(self) -> None:
+        pass
+
+    def lose(self) -> None:
+        self.state = "dead"
+
+
+def test_the_longest_part_of_a_step_is_its_length() -> None:
+    settings = Settings(backend="vllm", vocab_size=1000, step_ms=1.0, decode_per_req_ms=1000.0)
+    group = Lockstep(settings.step_ms / 1000)
+    stubs = [Stub(Engine(settings, make_replies(settings), VLLM.ending)) for _ in range(3)]
+    group.peers += stubs
+    for count, stub in enumerate(stubs):
+        stub.member.start(1)
+        for number in range(count):
+            stub.engine.add(Request(rid=f"{number}", prompt_tokens=3, max_tokens=3), 0.0)
+    now, ends = 0.0, []
+    while (due := group.due()) is not None and len(ends) < 4:
+        now = max(now, due)
+        group.advance(now)
+        ends.append(now)
+    assert ends == pytest.approx([0.0, 0.001, 2.002, 4.003])  # a prefill, and two steps of two requests
+    assert [stub.engine.counts.tokens for stub in stubs] == [0, 3, 6]
+    assert [stub.engine.counts.late_steps for stub in stubs] == [0, 0, 0]
 
 
 def test_the_death_of_one_rank_kills_those_that_step_with_it(start: Start) -> None:

@@ -16,6 +16,7 @@ from smg.mock.model import Batch, Engine, Load, Request
 from smg.mock.replies import Replies, make_replies
 from smg.mock.settings import Settings
 from smg.mock.tokenspeed import TokenSpeed
+from smg.mock.vllm import VLLM
 
 DEFAULTS = {"step_ms": 10.0, "vocab_size": 1000}
 REPLIES = make_replies(Settings(**DEFAULTS))
@@ -439,3 +440,81 @@ def test_every_request_gets_its_whole_reply_once_and_the_load_is_always_true(
     assert not alive
     check_load()
     assert not engine._events
+
+
+# What vLLM's engines do differently, or can be told
+
+
+def vllm_engine(**options: Any) -> Engine:
+    return Engine(Settings(**{**DEFAULTS, **options}), REPLIES, VLLM.ending)
+
+
+def how_it_ends(engine: Engine, **fields: Any) -> tuple[int, str]:
+    """(tokens, reason) of a request alone on an engine."""
+    engine.add(request(**fields), 0.0)
+    last = run(engine)[-1][1]
+    return last.completion_tokens[0], last.finish_reasons[0]
+
+
+def test_a_stop_that_comes_with_the_last_token_allowed_counts_as_the_engine_has_it() -> None:
+    stop = frozenset(REPLIES.window(REPLIES.start(5), 3, 4))
+    assert how_it_ends(engine_of(), seed=5, stop_token_ids=stop) == (4, "length")
+    assert how_it_ends(vllm_engine(), seed=5, stop_token_ids=stop) == (4, "stop")
+
+
+def test_vllm_fills_its_context_and_tokenspeed_leaves_two_places() -> None:
+    assert how_it_ends(engine_of(max_model_len=20), prompt=8, max_tokens=None) == (10, "length")
+    assert how_it_ends(vllm_engine(max_model_len=20), prompt=8, max_tokens=None) == (12, "length")
+
+
+def test_without_knowing_eos_a_reply_goes_on_and_stop_ids_still_end_it() -> None:
+    replies = make_replies(Settings(**DEFAULTS, output_tokens="3"))
+    engine = Engine(Settings(**DEFAULTS), replies, VLLM.ending)
+    assert how_it_ends(engine, max_tokens=9) == (3, "stop")
+    assert how_it_ends(engine, max_tokens=9, knows_eos=False) == (9, "length")
+    stop = frozenset(replies.window(replies.start(5), 6, 7))
+    assert how_it_ends(engine, seed=5, max_tokens=9, knows_eos=False, stop_token_ids=stop) == (7, "stop")
+
+
+def test_a_halt_stops_between_two_tokens_and_go_goes_on() -> None:
+    engine = engine_of()
+    engine.add(request(seed=5), 0.0)
+    run(engine, until=0.01)
+    assert (engine.counts.steps, engine.unfinished, engine.stepping) == (1, 1, True)
+    engine.halt()
+    engine.add(request("b"), 0.02)
+    assert (engine.due, engine.unfinished, engine.stepping) == (None, 0, False)
+    engine.go(5.0)
+    assert engine.due == 5.0
+    frames = run(engine)
+    assert row(frames[0][1], "a")[3] == 2
+    assert joined(batch.rids for _, batch in frames).count("b") == 4
+
+
+def test_requests_wait_while_none_is_admitted_and_those_that_run_go_on() -> None:
+    engine = engine_of()
+    engine.add(request("a"), 0.0)
+    run(engine, until=0.01)
+    engine.admitting = False
+    engine.add(request("b"), 0.015)
+    assert set(joined(batch.rids for _, batch in run(engine))) == {"a"}
+    assert (engine.unfinished, len(engine._waiting)) == (0, 1)
+    engine.add(request("c"), 1.0)
+    assert engine.due is None
+    engine.go(2.0)
+    assert set(joined(batch.rids for _, batch in run(engine))) == {"b", "c"}
+
+
+def test_preempted_requests_go_on_in_their_order_with_the_tokens_they_have() -> None:
+    engine = engine_of()
+    for rid in "abc":
+        engine.add(request(rid, seed=5), 0.0)
+    seen = run(engine, until=0.02)
+    engine.preempt_all()
+    assert engine.load == Load(0, 3, 0, 20480)
+    seen += run(engine)
+    for rid in "abc":
+        tokens = [row(batch, rid)[0] for _, batch in seen if rid in batch.rids]
+        assert joined(tokens) == REPLIES.window(REPLIES.start(5), 0, 4)
+    assert seen[-1][1].rids == ["a", "b", "c"]
+    assert engine.counts.preempted == 3
