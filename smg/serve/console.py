@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from smg.serve.errors import ServeError
 
 if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
     from smg.engine.group import RankInfo
     from smg.serve.plan import WorkerPlan
 
@@ -114,11 +116,10 @@ class PlainConsole:
 class LiveConsole:
     """A table that is drawn over, with all lines above it: for a terminal."""
 
-    def __init__(self) -> None:
-        from rich.console import Console as Terminal
+    def __init__(self, terminal: Terminal | None = None) -> None:
         from rich.live import Live
 
-        self._live = Live(console=Terminal(), refresh_per_second=8)
+        self._live = Live(console=terminal, refresh_per_second=8)
         self._started = False
         self._plain = PlainConsole()
 

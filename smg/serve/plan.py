@@ -61,12 +61,12 @@ def make_plan(
     backend_args: Sequence[str],
     *,
     environment: Mapping[str, str] = os.environ,
-    is_free: Callable[[int], bool] = ports.is_free,
+    is_free: Callable[[int], bool] | None = None,
     directory: str | None = None,
 ) -> Plan:
     """Decide everything. `args`: the command line of `serve`; `backend_args`: the engine's part of it.
 
-    Touches nothing; `is_free` is asked which ports an engine may take. Raises ServeError.
+    Touches nothing; `is_free` (default: binding there) says which ports an engine may take. Raises ServeError.
     """
     if args.data_parallel_size < 1:
         raise ServeError(f"--data-parallel-size {args.data_parallel_size}: must be at least 1 worker")
@@ -77,7 +77,7 @@ def make_plan(
         args.data_parallel_size,
         launcher.ports_apart(backend_args),
         lambda port: list(launcher.listens_on(port).values()),
-        is_free,
+        is_free or ports.is_free,
     )
     directory = working_directory(directory or os.getcwd(), ports.socket_directory())
     workers = []

@@ -39,12 +39,14 @@ class Worker:
         self.plan = plan
         self.group = group
         self.process: EngineProcess | None = None
+        self.ready = False  # whether every rank of this process has taken work
         self.restarts = Restarts(policy.restart_limit, policy.restart_window)
         self._sink = logs.sink(plan)
 
     def spawn(self) -> EngineProcess:
         """Raises ServeError when the command cannot be run."""
         plan = self.plan
+        self.ready = False
         self.progress = Progress(plan.index, time.monotonic(), self.group.ranks)
         try:
             self.process = EngineProcess(plan.command, plan.environment, plan.directory, self._sink)
@@ -53,7 +55,10 @@ class Worker:
         return self.process
 
     def look(self) -> list[RankProgress]:
-        return self.progress.look(self.group.ranks, time.monotonic())
+        """Where its ranks stand."""
+        found = self.progress.look(self.group.ranks, time.monotonic())
+        self.ready = self.ready or all(rank.state == "ready" for rank in found)
+        return found
 
     @property
     def serving(self) -> bool:
@@ -100,7 +105,7 @@ class Supervisor:
                 ended = [worker for ending, worker in endings.items() if ending.done()]
                 if ended:
                     raise ServeError(await self._obituary(ended[0], "during start-up"))
-                if all(rank.state == "ready" for rank in ranks):
+                if all(worker.ready for worker in self._workers):
                     return
                 if time.monotonic() > deadline:
                     raise ServeError(self._overdue(ranks))
@@ -159,21 +164,19 @@ class Supervisor:
         process = _running(worker)
         ending = asyncio.ensure_future(process.wait())
         heard = time.monotonic()
-        ready = all(rank.state == "ready" for rank in worker.look())
         try:
             while True:
-                await asyncio.wait([ending], timeout=WATCH if ready else LOOK)
+                await asyncio.wait([ending], timeout=WATCH if worker.ready else LOOK)
                 if ending.done():
-                    return "" if ready else "before its ranks were ready"
+                    return "" if worker.ready else "before its ranks were ready"
                 now = time.monotonic()
-                if not ready:
-                    ranks = worker.look()
-                    ready = all(rank.state == "ready" for rank in ranks)
-                    if ready:
-                        heard = now
-                        self._console.say(f"{worker.plan.name}: {worker.plan.rank_names} ready again")
-                    elif ranks[0].elapsed > self._policy.startup_timeout:
+                was_ready, ranks = worker.ready, worker.look()
+                if not worker.ready:
+                    if ranks[0].elapsed > self._policy.startup_timeout:
                         return f"since it was not ready after {self._policy.startup_timeout:g} s"
+                elif not was_ready:
+                    self._console.say(f"{worker.plan.name}: {worker.plan.rank_names} ready again")
+                    heard = now
                 elif worker.serving:
                     heard = now
                 elif now - heard > DEAF:
