@@ -12,7 +12,7 @@ from serving import wait_until
 
 import smg
 from smg import SamplingParams
-from smg.mock import spawn
+from smg.mock import Simulator, spawn
 from smg.protocol import tokenspeed
 from tests.drills.test_dialers import Dialer
 
@@ -108,21 +108,23 @@ def test_a_rank_that_does_not_read_is_a_429_with_retry_after_over_http(serve):
 
 
 @pytest.fixture
-def deaf(make_group):
+def deaf(ipc_dir):
     """A group whose rank 1 has closed its input socket and nothing else: (group, simulator of rank 0, rank 1)."""
-    group, mock = make_group(ranks=2, live=False, withhold=("hello",))
-    dialer = Dialer(group, 1)
-    try:
-        mock.proceed(0)
-        dialer.hello()
-        dialer.init()
-        dialer.ready()
-        dialer.register()
-        group.wait_ready(10)
-        dialer.input.close(0)
-        yield group, mock, dialer
-    finally:
-        dialer.close()
+    with smg.EngineGroup(
+        f"ipc://{ipc_dir}/e", backend="tokenspeed", ranks=2, handshake_address="tcp://127.0.0.1:0"
+    ) as group:
+        dialer = Dialer(group, 1)
+        try:
+            with Simulator(group.url, handshake_address=group.handshake_address, ranks=1, step_ms=0) as mock:
+                dialer.hello()
+                dialer.init()
+                dialer.ready()
+                dialer.register()
+                group.wait_ready(10)
+                dialer.input.close(0)
+                yield group, mock, dialer
+        finally:
+            dialer.close()
 
 
 def test_a_send_to_a_vanished_rank_is_that_ranks_death(deaf, idle):
