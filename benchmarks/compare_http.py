@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accounting
-from benchmarks.accounting import figure, ratio
 from benchmarks.gateways import RIVAL, ROOT, Floor, Gateway, Server, rival_python
 from benchmarks.load import Bodies, Client, Words, piece_ids
+from smg.bench import accounting
+from smg.bench.accounting import figure, ratio
 
 DEMO_MODEL = ROOT / "smg" / "data" / "demo-model"
 ENVIRONMENT = ROOT / ".venv-rival"

@@ -14,8 +14,8 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import accounting, native
-from benchmarks.simulator import Simulator
+from smg.bench import accounting, native
+from smg.bench.simulator import Simulator
 from smg.protocol import addresses
 
 RIVAL = "smg==1.13.0"

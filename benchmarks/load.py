@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import native
+from smg.bench import native
 
 PIECE = 4  # bytes of text per token that the simulator makes: a space and three letters
 

@@ -1,10 +1,10 @@
 """The library's figures, each beside its rival in the same run, as one table.
 
-    python -m benchmarks.embedded [--quick] [--part NAME]
+    python -m smg.bench.embed [--quick] [--part NAME]
 
 256 running requests, one token per step, frames as msgspec makes them. Every receiver and every rank is a process of
 its own; CPU is what the operating system accounts to the receiver, libzmq's thread included. Contestants take turns,
-`--repeats` times: median (min–max), ratios of medians. benchmarks/consume.py, arrival.py and submitting.py say what
+`--repeats` times: median (min–max), ratios of medians. consume.py, arrival.py and submitting.py say what
 exactly is done, and run one contestant alone.
 """
 
@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accounting, frames
-from benchmarks.accounting import figure, percentile, ratio
-from benchmarks.simulator import frame_of
+from smg.bench import accounting, frames
+from smg.bench.accounting import figure, percentile, ratio
+from smg.bench.simulator import frame_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 Row = list[object]
 NAMES = ["measurement", "smg", "rival", "ratio", "bar"]
 
@@ -31,7 +31,7 @@ NAMES = ["measurement", "smg", "rival", "ratio", "bar"]
 def child(module: str, *arguments: object) -> Any:
     """What a receiver, run alone in a process of its own, prints."""
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)],
+        [sys.executable, "-m", f"smg.bench.{module}", *map(str, arguments)],
         stdout=subprocess.PIPE,
         cwd=ROOT,
         check=True,
@@ -59,7 +59,7 @@ def verdict(reached: float, bar: float) -> str:
 
 def decode(repeats: int, quick: bool) -> Iterator[Row]:
     """Core.feed against a typed msgspec decode alone, in this process."""
-    from benchmarks.bench_core import live_core
+    from smg.bench.decode import live_core
 
     for rows, bar in ((256, 5), (32, 4)):
         core, outlet, streams, frame = live_core(rows)
@@ -179,7 +179,7 @@ PARTS: dict[str, Callable[[int, bool], Iterator[Row]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.embedded",
+        prog="python -m smg.bench.embed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

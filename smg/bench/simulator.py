@@ -24,7 +24,7 @@ import numpy.typing as npt
 import zmq
 import zmq.backend.cython._zmq as pyzmq
 
-from benchmarks import native
+from smg.bench import native
 from smg.engine.group import EngineGroup
 from smg.protocol import handshake
 
@@ -65,10 +65,10 @@ class Simulator:
             "elements": elements, "token_ids": list(token_ids), "rows": rows, "columns": columns,
             "stamps": self.stamps_path,
         }  # fmt: skip
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.simulator", json.dumps(options)],
+            [sys.executable, "-m", "smg.bench.simulator", json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
@@ -210,7 +210,7 @@ def _operate(library: ctypes.CDLL, engine: int, message: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m smg.bench.simulator", description=__doc__)
     parser.add_argument("options", type=json.loads, help="JSON object; `Simulator` writes it")
     options = parser.parse_args().options
     library = _library()

@@ -1,6 +1,6 @@
 """One receiver of a rank's output over a real ipc socket, and what it costs; the rank is a process of its own.
 
-    python -m benchmarks.consume {outlet,streams,queues} {asyncio,uvloop} STEP_MS TOKENS
+    python -m smg.bench.consume {outlet,streams,queues} {asyncio,uvloop} STEP_MS TOKENS
 
 256 requests get TOKENS tokens each, one per step and frame (STEP_MS 0: as fast as the rank can). `outlet` takes
 (stream, token ids) in batches, `streams` has an `async for` per request, `queues` is the rival: PULL, typed msgspec
@@ -21,8 +21,8 @@ from typing import Any
 import uvloop
 import zmq
 
-from benchmarks import frames
-from benchmarks.simulator import IDS, Simulator, group_with_ranks
+from smg.bench import frames
+from smg.bench.simulator import IDS, Simulator, group_with_ranks
 from smg.engine.group import EngineGroup
 from smg.sampling import SamplingParams
 

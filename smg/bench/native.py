@@ -20,7 +20,7 @@ def build(name: str, *, shared: bool = False) -> Path:
     if not made.exists():
         compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
-            raise SystemExit("the benchmarks need a C compiler (cc), or CC set to one")
+            raise SystemExit("smg bench needs a C compiler: install one (apt install gcc), or set CC to it")
         with tempfile.NamedTemporaryFile(dir=made.parent, delete=False) as unfinished:
             flags = ["-shared", "-fPIC"] if shared else []
             command = [compiler, "-std=gnu11", "-O2", "-Wall", *flags, str(source), "-o", unfinished.name, "-ldl"]

@@ -1,6 +1,6 @@
 """Requests into the router: what a call takes, how soon the engine has it, what waiting ones and idle ranks cost.
 
-    python -m benchmarks.submitting {call,reach,wake RANKS,idle}
+    python -m smg.bench.submitting {call,reach,wake RANKS,idle}
 
 `call`: CPU µs of this thread per `group.submit`, 100 prompt tokens. `reach`: µs from the call to the engine's read of
 it, one request a millisecond. `wake`: CPU µs of this process, all threads, per frame of one token, of one rank of
@@ -15,8 +15,8 @@ import os
 import sys
 import time
 
-from benchmarks import accounting
-from benchmarks.simulator import group_with_ranks
+from smg.bench import accounting
+from smg.bench.simulator import group_with_ranks
 from smg.errors import Overloaded
 from smg.sampling import SamplingParams
 

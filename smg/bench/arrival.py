@@ -1,6 +1,6 @@
 """From a rank's send of a frame to counters that are up to date, while Python is busy with other things.
 
-    python -m benchmarks.arrival {pump,thread} {spin,asyncio,idle} FRAMES
+    python -m smg.bench.arrival {pump,thread} {spin,asyncio,idle} FRAMES
 
 `pump` is an EngineGroup, `thread` the control: a Python thread that receives, decodes with msgspec and counts.
 Beside it a Python thread spins (`spin`) or an asyncio loop never rests (`asyncio`). Prints a pair per frame: the delay,
@@ -33,7 +33,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from benchmarks import frames
+from smg.bench import frames
 from smg.engine.group import EngineGroup
 
 ROWS = 32
@@ -59,7 +59,7 @@ class CpuWait:
 
 def send_and_look(address: str, plain: bool, signal_fd: int, go_fd: int, went_fd: int, count: int) -> Delays:
     """Send `count` frames at random intervals; each delay, and the wait for a CPU in it, in ms."""
-    from benchmarks.simulator import IDS, dial
+    from smg.bench.simulator import IDS, dial
 
     chance = random.Random(1)
     context: zmq.Context[Any] = zmq.Context()
@@ -97,11 +97,11 @@ class Sender:
         self._go, go = os.pipe()
         went, self._went = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.arrival", "send",
+            [sys.executable, "-m", "smg.bench.arrival", "send",
              json.dumps([address, plain, signal_fd, go, went, count])],
             pass_fds=(signal_fd, go, went),
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).resolve().parents[1],
+            cwd=Path(__file__).resolve().parents[2],
         )  # fmt: skip
         os.close(go)
         os.close(went)
