@@ -139,7 +139,10 @@ class Controls(ABC):
         self.call("resume", rank)
 
     def hold(self, rank: int | None = None, **trigger: int) -> None:
-        """Take requests and aborts but make no step until `release`: a step that takes long."""
+        """Take requests, aborts and calls but make no step until `release`: a scheduler that schedules nothing.
+
+        With steps that take long (`step_ms`), calls wait for the end of the step instead, and with `stall` for ever.
+        """
         self.call("hold", rank, **trigger)
 
     def release(self, rank: int | None = None) -> None:

@@ -260,6 +260,16 @@ def test_a_request_that_cannot_be_prepared_is_answered_with_an_error(frontend: F
     assert mock.stats(0)["state"] == "live"
 
 
+def test_a_dense_rank_ignores_waves(frontend: Frontend, start: Start) -> None:
+    mock = start()
+    frontend.start_wave(1, 0)
+    frontend.call(1, "is_sleeping")
+    assert frontend.reply() == [1, None, False]
+    stats = mock.stats(0)
+    assert (stats["ignored"], stats["waves"], stats["deafening"]) == (1, 0, 0)
+    assert "wave" not in stats
+
+
 def test_an_engine_that_is_told_to_end_aborts_what_runs_and_sends_no_sentinel(frontend: Frontend, start: Start) -> None:
     mock = start(ranks=2, hold=True)
     frontend.add("a")
