@@ -32,7 +32,9 @@ from smg.routing.router import Place, Router
 if TYPE_CHECKING:
     from smg.http.tokenizer import ModelTokenizer
 
-INLINE_BYTES = 4096  # a longer body is read, rendered and tokenized on the worker thread
+# A longer body is read, rendered and tokenized on the worker thread. A faster tokenizer holds the GIL for texts up to
+# the second size: the loop would wait for the thread as long, and for the way there and back besides.
+INLINE_BYTES, FAST_INLINE_BYTES = 4 << 10, 32 << 10
 KEEPALIVE_TICKS = 4  # of the keep-alive interval, so that a comment is at most a quarter late
 
 
@@ -108,6 +110,7 @@ class Front:
         self.admission = Admission(
             self.options.max_concurrent_requests, self.options.queue_size, self.options.queue_timeout_secs
         )
+        self._inline_bytes = FAST_INLINE_BYTES if model.fast else INLINE_BYTES
         self.unknown_fields: Counter[str] = Counter()
         self.metrics = Metrics(self, {path: endpoint.name for path, endpoint in ENDPOINTS.items()})
         self.started = int(time.time())
@@ -162,7 +165,7 @@ class Front:
 
     async def prepare(self, path: str, body: bytes) -> Job:
         """A body as what it asks of the engine. Long ones leave the loop meanwhile."""
-        if len(body) <= INLINE_BYTES:
+        if len(body) <= self._inline_bytes:
             return self.job(path, body)
         job: Job = await self.off_loop(self.job, path, body)
         return job

@@ -44,7 +44,8 @@ class ModelTokenizer:
     `name`: what the model is called, its directory as given. `table`: bytes of each id. `end_ids`: ids that end a
     text, the primary one first, each with what it matched (None: the end of the sequence). `vocab_size`: ids that
     the model takes are below it. `context`: tokens that the model's configuration allows for prompt and answer
-    together, None when it does not say; what an engine reports about itself comes first.
+    together, None when it does not say; what an engine reports about itself comes first. `encode`: a faster encoder
+    than the reference, `fast` says whether there is one.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ModelTokenizer:
         self.end_ids: dict[int, str | int | None] = {token: None for token in end_ids}
         self.vocab_size = vocab_size or len(self.table)
         self.context = context
+        self.fast = encode is not None
         self._encode = encode or reference_encoder(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

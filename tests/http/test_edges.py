@@ -263,7 +263,7 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_not_sent(serve):
 
     served.front.model.encode = slow
     raw = served.dial()
-    raw.post(TEXT, {"prompt": "word " * 2000})
+    raw.post(TEXT, {"prompt": "word " * 8000})
     wait_until(lambda: entered)
     raw.close()
     wait_until(lambda: served.front.admission.active == 0)

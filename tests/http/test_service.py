@@ -12,6 +12,7 @@ from serving import BODY, CHAT, STREAM, TEXT, wait_until
 
 from smg.http.chat import ChatShape
 from smg.http.errors import ApiError
+from smg.http.front import FAST_INLINE_BYTES
 
 # ------------------------------------------------------------ who may ask
 
@@ -309,14 +310,14 @@ def test_a_long_prompt_does_not_hold_up_the_loop(serve):
     original = served.front.model.encode
 
     def slow(text, add_special_tokens):
-        if len(text) > 5000:
+        if len(text) > FAST_INLINE_BYTES:
             entered.set()
             assert go_on.wait(10)
         return original(text, add_special_tokens)
 
     served.front.model.encode = slow
     with served.dial() as raw:
-        raw.post(TEXT, {"prompt": "word " * 2000, "max_tokens": 2})
+        raw.post(TEXT, {"prompt": "word " * 8000, "max_tokens": 2})
         assert entered.wait(10)
         assert served.chat().status == 200
         go_on.set()
