@@ -13,7 +13,7 @@ from smg.protocol.vllm import Model
 
 EOS = 31999  # the simulator's last id
 MODEL = Model(eos_token_ids=(EOS, 7), vocab_size=32000)
-FATAL = ("deaf", "duplicates", "undecodable")
+FATAL = ("deafening", "deadly", "duplicates", "undecodable")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def unharmed(mock):
     """No rank was brought to die or to hear nothing any more."""
     for stats in mock.call("stats"):
         assert stats["state"] == "live", stats
-        assert not any(stats.get(name) for name in FATAL), stats
+        assert not any(stats[name] for name in FATAL), stats
 
 
 def stats(mock, rank=0):
