@@ -99,12 +99,3 @@ def spoiled(frame: bytes, kind: str) -> bytes:
     if kind == "empty":
         return b""
     raise ValueError(f"kind {kind!r}: must be garbage, empty, truncated, trailing, tag, short, map or ragged")
-
-
-def dialect_of(backend: str) -> type[Dialect]:
-    """The dialect that a backend's name stands for."""
-    from smg.mock.tokenspeed import TokenSpeed
-    from smg.mock.vllm import VLLM
-
-    dialects: dict[str, type[Dialect]] = {"tokenspeed": TokenSpeed, "vllm": VLLM}
-    return dialects[backend]

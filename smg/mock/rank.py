@@ -15,13 +15,16 @@ from typing import Any
 import zmq
 
 from smg.errors import HandshakeError
-from smg.mock.dialect import ADD, DEAD, Deadly, Deafening, Dialect, Taken, Undecodable, dialect_of
+from smg.mock.dialect import ADD, DEAD, Deadly, Deafening, Dialect, Taken, Undecodable
 from smg.mock.lockstep import Lockstep, Member
 from smg.mock.model import Batch, Engine
 from smg.mock.replies import Replies
 from smg.mock.settings import Settings
+from smg.mock.tokenspeed import TokenSpeed
+from smg.mock.vllm import VLLM
 from smg.protocol import handshake
 
+DIALECTS: dict[str, type[Dialect]] = {"tokenspeed": TokenSpeed, "vllm": VLLM}
 REQUESTS_KEPT = 10_000
 CLOSING_LINGER_MS = 1000  # the engine lingers for ever; a tool must come to an end
 
@@ -86,7 +89,7 @@ class Rank:
 
     def _begin(self) -> None:
         """Set up what belongs to one incarnation."""
-        dialect = dialect_of(self._settings.backend)
+        dialect = DIALECTS[self._settings.backend]
         self.engine = Engine(self._settings, self._replies, dialect.ending)
         self._dialect: Dialect = dialect(self._settings, self.engine, self._vocab_size)
         self._counts: Counter[str] = Counter()
