@@ -92,9 +92,8 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path, default=DEMO_MODEL)
     args = parser.parse_args()
     print(accounting.machine())
-    print(
-        f"{accounting.versions('tokenizers', 'fastokens', 'uvloop')}; now {INLINE_BYTES} and {FAST_INLINE_BYTES} bytes\n"
-    )
+    versions = accounting.versions("tokenizers", "fastokens", "uvloop")
+    print(f"{versions}; inline up to {INLINE_BYTES} bytes, with fastokens {FAST_INLINE_BYTES}\n")
     header = ["characters", "inline µs", "thread µs", "thread CPU µs", "loop held up µs"]
     model = tokenizer.load(str(args.model_path))
     encoders = {"tokenizers": tokenizer.reference_encoder(model.tokenizer)}
