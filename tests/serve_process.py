@@ -51,13 +51,21 @@ class ServeProcess:
     Everything it prints is in `lines`, each as it came, from both streams.
     """
 
-    def __init__(self, directory: Path, *arguments: str, backend: str = "mock", env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        backend: str = "mock",
+        model: str | Path = MODEL,
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.directory = directory
         self.lines: list[str] = []
         self._more = threading.Condition()
         self._open = 2
+        self.url = ""
         own = ["--backend", backend, "--worker-base-port", str(free_base(directory)), "--log-level", "warn"]
-        own += ["--model", str(MODEL), "--port", "0", "--prometheus-port", "0", "--served-model-name", "demo"]
+        own += ["--model", str(model), "--port", "0", "--prometheus-port", "0", "--served-model-name", "demo"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "smg", "serve", *own, *arguments],
             stdin=subprocess.DEVNULL,
@@ -104,9 +112,9 @@ class ServeProcess:
         assert found, f"no {pattern!r} in:\n" + "\n".join(self.lines)
         return found[0]
 
-    def wait_ready(self) -> str:
+    def wait_ready(self, timeout: float = TIMEOUT) -> str:
         """The URL it answers on, once all ranks take work."""
-        self.url = self.wait_line(r"all ranks take work; answering on (\S+),")[1]
+        self.url = self.wait_line(r"all ranks take work; answering on (\S+),", timeout)[1]
         return self.url
 
     def worker_pid(self, worker: int, *, after: int = 0) -> int:
