@@ -19,6 +19,7 @@ from vllm_driver import CONTEXT, PATIENCE, Engines, Server, free_port, wait_unti
 from vllm_questions import (
     BODIES,
     CHAT,
+    EOS,
     FIELDS,
     GREEDY,
     PROMPT,
@@ -167,46 +168,51 @@ def test_async_iteration_gives_the_same(served: Served) -> None:
         assert not told(outputs).unlike(served.reference.told["logprobs"])
 
 
-def known_differences(path: str, answer: Any) -> Any:
+def comparable(path: str, answer: Any) -> Any:
     """An answer without what the router says in other words than vLLM's server."""
     choices = []
     for choice in answer["choices"]:
-        text = choice["message"]["content"] if path == CHAT and "message" in choice else choice["text"]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
         logprobs = choice["logprobs"]
         if logprobs and path == TEXT:
-            # vLLM adds the sampled token to the likeliest; both name tokens by their text, of which some share one
-            logprobs = {name: logprobs[name] for name in ("tokens", "token_logprobs")}
+            # vLLM adds the sampled token to the likeliest.
+            logprobs = {"tokens": list(map(plain, logprobs["tokens"])), "values": logprobs["token_logprobs"]}
         elif logprobs:
             logprobs = [
-                {
-                    "token": entry["token"],
-                    "logprob": entry["logprob"],
-                    "top": [(top["token"], top["logprob"]) for top in entry["top_logprobs"]],
-                }
+                [(plain(top["token"]), top["logprob"]) for top in (entry, *entry["top_logprobs"])]
                 for entry in logprobs["content"]
             ]
-        choices.append((choice["index"], text, choice["finish_reason"], logprobs))
+        # vLLM leaves out the bytes of a character that the last token begins.
+        choices.append((choice["index"], text.rstrip("\ufffd"), choice["finish_reason"], logprobs))
     usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return {"choices": choices, "usage": usage}
 
 
-@pytest.mark.parametrize("name", BODIES)
+def plain(token: str) -> str | None:
+    """A token's text, None for one that may be a part of a character: vLLM says "" until the character is whole."""
+    return token if token and token.isascii() else None
+
+
+ASKED = {**{name: (TEXT, {"prompt": PROMPT, **fields}) for name, fields in FIELDS.items()}, **BODIES}
+
+
+@pytest.mark.parametrize("name", ASKED)
 def test_an_answer_is_that_of_vllms_own_server(served: Served, name: str) -> None:
-    path, body = BODIES[name]
-    expected = known_differences(path, served.reference.answers[name])
+    path, body = ASKED[name]
+    expected = comparable(path, served.reference.answers[name])
     answer = served.front.ask(path, body)
     assert answer.status == 200, answer.body
-    found = known_differences(path, answer.json)
+    found = comparable(path, answer.json)
     assert not difference(found, expected)
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_streamed_answer_is_that_of_vllms_own_server(served: Served, name: str) -> None:
     path, body = BODIES[name]
-    expected = known_differences(path, served.reference.answers[name])
+    expected = comparable(path, served.reference.answers[name])
     answer = served.front.ask(path, {**body, "stream": True, "stream_options": {"include_usage": True}})
     assert answer.status == 200, answer.body
-    found = known_differences(path, pieced_together(path, answer.events))
+    found = comparable(path, pieced_together(path, answer.events))
     assert not difference(found, expected)
 
 
@@ -239,11 +245,10 @@ def test_a_stop_string_ends_the_text_and_the_engines_request(served: Served) -> 
 
 def test_a_schema_is_kept_to(served: Served) -> None:
     """With a bias against whitespace, of which random weights would make any amount."""
-    blank = [token for token in range(8000) if not served.tokenizer.decode([token]).strip()]
+    blank = [token for token in range(EOS) if served.tokenizer.decode([token]).isspace()]
     fields = {"max_tokens": 60, "temperature": 0, "logit_bias": dict.fromkeys(blank, -100.0)}
     stream = served.group.submit(PROMPT, SamplingParams(**fields, json_schema=json.dumps(SCHEMA)))
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    choice = served.front.ask(CHAT, {**BODIES["chat"][1], **fields, "response_format": wanted}).json["choices"][0]
+    choice = served.front.ask(CHAT, {**BODIES["chat with a schema"][1], **fields}).json["choices"][0]
     for text in (served.tokenizer.decode(tokens_of(stream)), choice["message"]["content"]):
         value = json.loads(text)
         assert value.keys() == {"a", "b"}
@@ -387,6 +392,33 @@ def test_a_paused_scheduler_keeps_its_requests_until_it_goes_on(served: Served) 
     assert group.wait_utility("resume_scheduler") == [None] * served.ranks
     expected = served.reference.told["greedy"].tokens
     assert [tokens_of(stream) for stream in streams] == [expected] * len(streams)
+
+
+def test_a_sleep_aborts_what_runs_and_ranks_serve_when_they_are_awake(served: Served) -> None:
+    group = served.group
+    readers = [group.submit(PROMPT, LONG, rank=rank).blocking(PATIENCE) for rank in range(served.ranks)]
+    for reader in readers:
+        next(reader)
+    assert (
+        served.front.ask("/sleep", {"level": 1, "mode": "abort"}).json["workers"][0]["results"] == [None] * served.ranks
+    )
+    assert group.wait_utility("is_sleeping") == [True] * served.ranks
+    assert [list(reader)[-1].finish_reason for reader in readers] == ["abort"] * served.ranks
+    assert served.front.ask("/wake_up", {}).status == 200
+    expected = served.reference.told["greedy"].tokens
+    streams = [group.submit(PROMPT, SHORT, rank=rank) for rank in range(served.ranks)]
+    assert [tokens_of(stream) for stream in streams] == [expected] * served.ranks
+
+
+def test_the_admin_routes_ask_every_rank(served: Served) -> None:
+    (worker,) = served.front.ask("/flush_cache", {}).json["workers"]
+    assert worker == {"url": served.group.url, "results": [True] * served.ranks}
+
+
+def test_an_adapter_that_an_engine_cannot_load_is_its_answer_and_not_its_end(served: Served) -> None:
+    answer = served.front.ask("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere", "lora_int_id": 1})
+    assert answer.status >= 400
+    assert "add_lora" in answer.json["error"]["message"]
 
 
 # ---------------------------------------------------------- load

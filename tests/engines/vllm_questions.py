@@ -139,7 +139,9 @@ def ask_reference(server: Server) -> Reference:
     """One question after the other, so that no batch has more than one request."""
     reference = Reference({}, {})
     for name, fields in FIELDS.items():
-        choice = post(server.url + TEXT, in_their_words(fields))["choices"][0]
+        answer = post(server.url + TEXT, in_their_words(fields))
+        reference.answers[name] = answer
+        choice = answer["choices"][0]
         logprobs = choice["logprobs"]
         count = fields.get("logprobs")
         reference.told[name] = Told(
