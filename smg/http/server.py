@@ -179,6 +179,8 @@ async def read_body(request: web.BaseRequest | PlainRequest, timeout: float) -> 
         raise ApiError(408, "body_timeout", f"the body was not complete within {timeout:g} s") from None
     except web.RequestPayloadError as exc:
         raise ApiError(400, "bad_http_request", f"the body cannot be read: {exc}") from None
+    except ConnectionError:
+        raise ApiError(499, "client_closed", "the client left before its body was complete") from None
 
 
 async def listen(server: Server, host: str, port: int, tls: ssl.SSLContext | None = None) -> tuple[asyncio.Server, int]:
