@@ -28,8 +28,10 @@ def _ours(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    ours = _ours(items)
-    _, faulty = split_faulty(ours, _lane())
+    ours, lane = _ours(items), _lane()
+    for item in ours:  # the first of them waits for the engine too
+        item.add_marker(pytest.mark.timeout(lane.startup_timeout + 2 * TIMEOUT))
+    _, faulty = split_faulty(ours, lane)
     if faulty:
         items[:] = [item for item in items if item not in faulty]
         config.hook.pytest_deselected(items=faulty)
