@@ -37,7 +37,7 @@ def resident():
 
 def unread_options():
     """An engine in a process of its own that tells when its output socket is full."""
-    return {"step_ms": STEP * 1000, "max_running": 2 * UNREAD, "ranks": 1}
+    return {"step_ms": STEP * 1000, "max_running": 2 * UNREAD, "kv_pages": 100_000}
 
 
 def check_unread(group, engine, seconds, most_bytes_per_token):
