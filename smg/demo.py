@@ -261,11 +261,11 @@ class Lines:
 
 def _report(service: Service) -> None:
     group = service.groups[0]
-    counters, metrics = group.counters, service.front.metrics
+    counters, latencies = group.counters, service.front.metrics.latencies["/v1/chat/completions"]
     print()
     for rank in range(RANKS):
         print(f"rank {rank}       {counters['requests'][rank]} requests, {counters['tokens'][rank]} tokens")
-    first, between = metrics.first_token, metrics.between_tokens
+    first, between = latencies.first_token, latencies.between_tokens
     if first.count and between.count:
         print(
             f"router       first token after {first.sum / first.count * 1e3:.1f} ms, then one every "
