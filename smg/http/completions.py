@@ -65,7 +65,7 @@ def completion_job(request: CompletionRequest, model: ModelTokenizer, limits: Li
 
 def read_prompts(
     prompt: str | list[Any], model: ModelTokenizer, field: str
-) -> tuple[list[list[int]], list[str] | None]:
+) -> tuple[list[Sequence[int]], list[str] | None]:
     """A prompt or several, as text or ids, as lists of ids; the texts where they were given as text."""
     if isinstance(prompt, str):
         texts = [prompt]
@@ -74,7 +74,7 @@ def read_prompts(
         if not all(isinstance(text, str) for text in texts):
             raise invalid(field, f"{field}: text and token ids do not mix")
     else:
-        return token_lists(prompt, field, model.vocab_size), None
+        return [*token_lists(prompt, field, model.vocab_size)], None
     lists = [model.encode(text, add_special_tokens=True) for text in texts]
     if not all(lists):
         raise invalid(field, f"{field}: must not be empty")

@@ -164,7 +164,7 @@ def tokenize(front: Front, body: bytes) -> Any:
     front.check_model(request.model)
     several = not isinstance(request.prompt, str)
     texts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
-    lists = [front.model.encode(text, add_special_tokens=request.add_special_tokens) for text in texts]
+    lists = [list(front.model.encode(text, add_special_tokens=request.add_special_tokens)) for text in texts]
     counts = [len(ids) for ids in lists]
     return {
         "tokens": lists if several else lists[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class Decoding:
 class Job:
     """`prompts` x `n` sequences, in that order: sequence i continues prompt i // n."""
 
-    prompts: list[list[int]]
+    prompts: list[Sequence[int]]
     decodings: list[Decoding]  # one for all prompts, or one for each
     n: int = 1
     model: str
@@ -61,7 +62,7 @@ class Job:
     def sequences(self) -> int:
         return len(self.prompts) * self.n
 
-    def prompt(self, sequence: int) -> list[int]:
+    def prompt(self, sequence: int) -> Sequence[int]:
         return self.prompts[sequence // self.n]
 
     def decoding(self, sequence: int) -> Decoding:
@@ -133,7 +134,7 @@ def engine_fields(request: Sampling, model: ModelTokenizer, backend: str) -> dic
     return {backend: fields} if fields else {}
 
 
-def spellings(word: str, model: ModelTokenizer) -> list[list[int]]:
+def spellings(word: str, model: ModelTokenizer) -> list[Sequence[int]]:
     """A word's token ids where a text begins, and within one, after a space, where that is another first token."""
     if not word.strip():
         raise invalid("bad_words", "bad_words: a word without characters is not allowed")

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from smg.errors import Error, InvalidRequest
 from smg.http.templates import ChatTemplate, TemplateError
 
 _log = logging.getLogger("smg")
-Encode = Callable[[str, bool], list[int]]
+Encode = Callable[[str, bool], Sequence[int]]
+
+# Characters. Ids of a longer text are an array: making an integer of each would hold up every thread for milliseconds.
+LONG_TEXT = 32 << 10
 
 # What a faster tokenizer must split as the reference does before it is trusted, besides text of the vocabulary.
 _PROBES = (
@@ -69,9 +73,10 @@ class ModelTokenizer:
         self.fast = encode is not None
         self._encode = encode or reference_encoder(tokenizer)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. Special tokens in the text are honoured; `add_special_tokens` adds the model's own.
+    def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        """Token ids, of a long text in an array of type "I".
 
+        Special tokens in the text are honoured; `add_special_tokens` adds the model's own.
         Raises InvalidRequest for text with lone surrogates, which is no Unicode text.
         """
         try:
@@ -147,8 +152,9 @@ def reference_encoder(tokenizer: Tokenizer) -> Encode:
     """`encode_batch_fast`, which lets go of the GIL; `encode` does not."""
     batch = tokenizer.encode_batch_fast
 
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
-        return batch([text], add_special_tokens=add_special_tokens)[0].ids
+    def encode(text: str, add_special_tokens: bool) -> Sequence[int]:
+        ids: list[int] = batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids if len(text) <= LONG_TEXT else array("I", ids)
 
     return encode
 
@@ -160,16 +166,19 @@ def fast_encoder(file: Path, tokenizer: Tokenizer) -> Encode | None:
     except ImportError:
         return None
     try:
-        encode_fast = fastokens.Tokenizer.from_file(str(file)).encode
+        fast = fastokens.Tokenizer.from_file(str(file))
+        encode_short, encode_batch = fast.encode, fast.encode_batch_flat
 
-        def encode(text: str, add_special_tokens: bool) -> list[int]:
-            ids: list[int] = encode_fast(text, add_special_tokens).ids
+        def encode(text: str, add_special_tokens: bool) -> Sequence[int]:
+            if len(text) > LONG_TEXT:
+                return array("I", encode_batch([text], add_special_tokens)[0])
+            ids: list[int] = encode_short(text, add_special_tokens).ids
             return ids
 
         reference = reference_encoder(tokenizer)
         for probe in _probes(tokenizer):
             for special in (False, True):
-                if encode(probe, special) != reference(probe, special):
+                if list(encode(probe, special)) != list(reference(probe, special)):
                     _log.info("fastokens differs from tokenizers on %s; it is not used", file)
                     return None
     except Exception as error:
@@ -187,7 +196,9 @@ def _probes(tokenizer: Tokenizer) -> list[str]:
         tokenizer.decode([chosen.randrange(size) for _ in range(40)], skip_special_tokens=False) for _ in range(24)
     ]
     marked = [f"{content}{probe}{content} {content}" for content in added[:8] for probe in _PROBES[:3]]
-    return [*_PROBES, *words, *marked]
+    short = [*_PROBES, *words, *marked]
+    text = "".join(short)
+    return [*short, text * (LONG_TEXT // len(text) + 1)]
 
 
 def _templates(

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import sys
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -251,9 +252,25 @@ def fake(monkeypatch: pytest.MonkeyPatch, encode: Callable[[list[int]], list[int
 
     def from_file(path: str) -> Any:
         right = reference_encoder(Tokenizer.from_file(path))
-        return SimpleNamespace(encode=lambda text, special: SimpleNamespace(ids=encode(right(text, special))))
+
+        def ids(text: str, special: bool) -> list[int]:
+            return encode(list(right(text, special)))
+
+        return SimpleNamespace(
+            encode=lambda text, special: SimpleNamespace(ids=ids(text, special)),
+            encode_batch_flat=lambda texts, special: (array("I", ids(texts[0], special)).tobytes(), b""),
+        )
 
     monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=SimpleNamespace(from_file=from_file)))
+
+
+def test_ids_of_a_long_text_are_an_array(demo: ModelTokenizer) -> None:
+    text = "A text <|im_start|> of some length: 日本語. " * 1000
+    for model in (demo, ModelTokenizer("reference", demo.tokenizer)):
+        for special in (False, True):
+            ids = model.encode(text, special)
+            assert isinstance(ids, array)
+            assert list(ids) == demo.tokenizer.encode(text, add_special_tokens=special).ids
 
 
 def test_a_faster_tokenizer_is_used_when_it_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
