@@ -15,6 +15,7 @@ COMMANDS = {
     "launch": "smg.http.launch",
     "serve": "smg.serve.command",
     "mock": "smg.mock.command",
+    "bench": "smg.bench.command",
     "demo": "smg.demo",
 }
 #: shown in the list of commands, without importing any of them
@@ -22,6 +23,7 @@ SUMMARIES = {
     "launch": "answer OpenAI-style HTTP with engine ranks that dial in",
     "serve": "start engines and the router in front of them, and keep them up",
     "mock": "simulated engine ranks that dial a router, without GPU or model",
+    "bench": "what smg costs beside its rivals, and a load tester for OpenAI-compatible servers",
     "demo": "simulated ranks, router and a few streamed chats on this machine",
 }
 

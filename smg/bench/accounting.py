@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
+from typing import Any
 
 _CPUCLOCK_SCHED = 2  # <linux/posix-timers.h>: the clock that counts what the scheduler gave a process
 
@@ -75,6 +76,30 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def machine_facts() -> dict[str, Any]:
+    """What this ran on, and how busy that was with other things before."""
+    with open("/proc/cpuinfo") as info:
+        models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    return {
+        "CPU": models[0] if models else platform.machine(),
+        "CPUs": len(os.sched_getaffinity(0)),
+        "memory GiB": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "load before": round(os.getloadavg()[0], 2),
+    }
+
+
+def version_facts(*names: str) -> dict[str, str]:
+    """Python's version and those of some distributions."""
+    found = {platform.python_implementation(): platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return found
 
 
 def machine() -> str:

@@ -1,81 +1,127 @@
-"""One receiver of a rank's output over a real ipc socket, and what it costs; the rank is a process of its own.
+"""One receiver of ranks' outputs over real ipc sockets, and what it costs; the ranks are processes of their own.
 
-    python -m smg.bench.consume {outlet,streams,queues} {asyncio,uvloop} STEP_MS TOKENS
+    python -m smg.bench.consume {outlet,streams,pyzmq,receive} [--loop uvloop] [--streams 256] [--step-ms 10] ...
 
-256 requests get TOKENS tokens each, one per step and frame (STEP_MS 0: as fast as the rank can). `outlet` takes
-(stream, token ids) in batches, `streams` has an `async for` per request, `queues` is the rival: PULL, typed msgspec
-decode, a dict of `asyncio.Queue`s and a task per request. Prints CPU seconds of this process, libzmq's thread and
-all, from the first frame to the last token.
+Every request gets TOKENS tokens, one per step and frame (STEP_MS 0: as fast as the ranks can). `outlet` takes
+(stream, outputs) in batches, `streams` has an `async for` per request, `pyzmq` is what one would write without smg:
+PULL, typed msgspec decode, a dict of `asyncio.Queue`s and a task per request. `receive` takes each frame off its
+socket and drops it: what libzmq and the loop cost before anybody looks at a frame. Prints CPU seconds of this process,
+libzmq's thread and all, from the first step to the last token; a short round before it is not measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-import uvloop
 import zmq
 
+from smg._outlets import Outlet, Output
 from smg.bench import frames
-from smg.bench.simulator import IDS, Simulator, group_with_ranks
+from smg.bench.ranks import NEVER, CheapRanks, Ranks, groups_with_ranks
+from smg.bench.simulator import IDS, Simulator
 from smg.engine.group import EngineGroup
+from smg.errors import Overloaded
+from smg.routing.router import Router
 from smg.sampling import SamplingParams
 
-REQUESTS = 256
-NEVER = 1 << 30  # as `start_at`: no step until it is told to
+WARM_UP = 10  # tokens per request
+PROMPT = range(100)
+
+Work = Callable[["Measured", int, int], Awaitable[None]]  # measured, requests, tokens
 
 
 class Measured:
-    """CPU and wall time from `start`, which lets the rank make steps, to the end of the block."""
+    """CPU and wall time of a round, from `start`, which lets the ranks make steps, to `end`."""
 
-    def __init__(self, simulator: Simulator, step_ms: float) -> None:
-        self._simulator, self._step_ms = simulator, step_ms
+    def __init__(self, ranks: Sequence[Ranks], step_ms: float) -> None:
+        self._ranks, self._step_ms = ranks, step_ms
+        self.result: dict[str, float] = {}
+
+    async def arrived(self, count: int) -> None:
+        """Until the ranks have that many more requests than when the round began."""
+        while sum(ranks.adds() for ranks in self._ranks) < self._before + count:
+            await asyncio.sleep(0.02)
+
+    def prepare(self) -> None:
+        for ranks in self._ranks:
+            ranks.hold()
+        self._before = sum(ranks.adds() for ranks in self._ranks)
 
     def start(self) -> None:
-        self.cpu, self.wall = time.process_time(), time.monotonic()
-        self._simulator.call("pace", step_ms=self._step_ms, start_at=1)
+        self._cpu, self._wall = time.process_time(), time.monotonic()
+        for ranks in self._ranks:
+            ranks.start(self._step_ms)
 
-    def report(self, tokens: int) -> None:
-        cpu, wall = time.process_time() - self.cpu, time.monotonic() - self.wall
-        print(json.dumps({"cpu": cpu, "seconds": wall, "tokens": tokens}))
-
-
-async def outlet(group: EngineGroup, measured: Measured, tokens: int) -> None:
-    exit_ = group.outlet()
-    params = SamplingParams(max_tokens=tokens)
-    streams = [group.submit(range(100), params, outlet=exit_) for _ in range(REQUESTS)]
-    left, seen = len(streams), 0
-    await asyncio.sleep(0.2)  # the requests are on their way
-    measured.start()
-    while left:
-        await exit_.wait()
-        for _stream, out in exit_.take():
-            seen += len(out.token_ids)
-            if out.finish_reason is not None:
-                left -= 1
-    measured.report(seen)
+    def end(self, tokens: int) -> None:
+        self.result = {
+            "cpu": time.process_time() - self._cpu,
+            "seconds": time.monotonic() - self._wall,
+            "tokens": tokens,
+        }
 
 
-async def streams(group: EngineGroup, measured: Measured, tokens: int) -> None:
-    async def consume() -> int:
+async def submit(group: EngineGroup, tokens: int, outlet: Outlet | None = None) -> Any:
+    while True:
+        try:
+            return group.submit(PROMPT, SamplingParams(max_tokens=tokens), outlet=outlet)
+        except Overloaded:  # the ranks have not read the last thousand yet
+            await asyncio.sleep(0.001)
+
+
+async def with_outlets(groups: list[EngineGroup], measured: Measured, requests: int, tokens: int) -> None:
+    router = Router(groups)
+    outlets = {group: group.outlet() for group in groups}
+    streams: dict[EngineGroup, list[Any]] = {group: [] for group in groups}
+    for _ in range(requests):
+        group = router.choose()
+        streams[group].append(await submit(group, tokens, outlets[group]))
+
+    async def consume(outlet: Outlet, left: int) -> int:
         seen = 0
-        async for out in group.submit(range(100), SamplingParams(max_tokens=tokens)):
+        while left:
+            await outlet.wait()
+            for _stream, out in outlet.take():
+                if not isinstance(out, Output):
+                    raise out
+                seen += len(out.token_ids)
+                if out.finish_reason is not None:
+                    left -= 1
+        return seen
+
+    await measured.arrived(requests)
+    measured.start()
+    measured.end(sum(await asyncio.gather(*(consume(outlets[group], len(streams[group])) for group in groups))))
+    for outlet in outlets.values():
+        outlet.close()
+
+
+async def with_streams(groups: list[EngineGroup], measured: Measured, requests: int, tokens: int) -> None:
+    router = Router(groups)
+    streams = [await submit(router.choose(), tokens) for _ in range(requests)]
+
+    async def consume(stream: Any) -> int:
+        seen = 0
+        async for out in stream:
             seen += len(out.token_ids)
         return seen
 
-    tasks = [asyncio.create_task(consume()) for _ in range(REQUESTS)]
-    await asyncio.sleep(0.2)
+    tasks = [asyncio.create_task(consume(stream)) for stream in streams]
+    await measured.arrived(requests)
     measured.start()
-    measured.report(sum(await asyncio.gather(*tasks)))
+    measured.end(sum(await asyncio.gather(*tasks)))
 
 
-async def queues(pull: zmq.Socket[bytes], measured: Measured, tokens: int) -> None:
-    waiting: dict[str, asyncio.Queue[tuple[list[int], str]]] = {IDS[i]: asyncio.Queue() for i in range(REQUESTS)}
+async def with_queues(pull: zmq.Socket[bytes], measured: Measured, requests: int, tokens: int) -> None:
+    waiting: dict[str, asyncio.Queue[tuple[list[int], str]]] = {IDS[i]: asyncio.Queue() for i in range(requests)}
     decode = frames.decoder().decode
 
     async def consume(queue: asyncio.Queue[tuple[list[int], str]]) -> int:
@@ -96,14 +142,44 @@ async def queues(pull: zmq.Socket[bytes], measured: Measured, tokens: int) -> No
 
     tasks = [asyncio.create_task(consume(queue)) for queue in waiting.values()]
     receive()  # the descriptor tells of nothing until the socket was found empty once
-    asyncio.get_running_loop().add_reader(pull.fileno(), receive)
-    await asyncio.sleep(0.2)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pull.fileno(), receive)
+    await asyncio.sleep(0)
     measured.start()
-    measured.report(sum(await asyncio.gather(*tasks)))
+    measured.end(sum(await asyncio.gather(*tasks)))
+    loop.remove_reader(pull.fileno())
+
+
+async def dropping(pull: zmq.Socket[bytes], measured: Measured, requests: int, tokens: int) -> None:
+    loop = asyncio.get_running_loop()
+    left, done = tokens, loop.create_future()
+
+    def receive() -> None:
+        nonlocal left
+        while True:
+            try:
+                pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            left -= 1
+        if not left and not done.done():
+            done.set_result(None)
+
+    receive()
+    loop.add_reader(pull.fileno(), receive)
+    measured.start()
+    await done
+    measured.end(requests * tokens)
+    loop.remove_reader(pull.fileno())
 
 
 def run(work: Coroutine[Any, Any, None], loop: str) -> None:
-    runner = uvloop.new_event_loop() if loop == "uvloop" else asyncio.new_event_loop()
+    if loop == "uvloop":
+        import uvloop
+
+        runner: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    else:
+        runner = asyncio.new_event_loop()
     asyncio.set_event_loop(runner)
     try:
         runner.run_until_complete(work)
@@ -111,25 +187,61 @@ def run(work: Coroutine[Any, Any, None], loop: str) -> None:
         runner.close()
 
 
+async def rounds(
+    work: Work, measured: Measured, args: argparse.Namespace, fill: Callable[[int], object] = lambda tokens: None
+) -> None:
+    """A short round, then the measured one; with --on-demand one for every line on stdin. Prints what each cost."""
+
+    async def one(tokens: int) -> None:
+        measured.prepare()
+        fill(tokens)
+        await work(measured, args.streams, tokens)
+
+    await one(WARM_UP)
+    while not args.on_demand or sys.stdin.readline():
+        await one(args.tokens)
+        print(json.dumps(measured.result), flush=True)
+        if not args.on_demand:
+            break
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--on-demand", action="store_true", help="a round for every line on stdin")
+    parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="uvloop")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--ranks", type=int, default=1, help="of each group")
+
+
+ON_GROUPS = {"outlet": with_outlets, "streams": with_streams}
+ON_A_SOCKET = {"pyzmq": with_queues, "receive": dropping}
+
+
 def main() -> None:
-    kind, loop, step, tokens = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-    if kind in ("outlet", "streams"):
-        with group_with_ranks(start_at=NEVER) as (group, simulator):
-            receiver = outlet if kind == "outlet" else streams
-            run(receiver(group, Measured(simulator, step), tokens), loop)
-    elif kind == "queues":
-        with (
-            tempfile.TemporaryDirectory(prefix="smg-bench-") as directory,
-            zmq.Context() as context,
-            context.socket(zmq.PULL) as pull,
-        ):
-            pull.setsockopt(zmq.RCVHWM, 0)
-            pull.bind(f"ipc://{directory}/out")
-            with Simulator(f"ipc://{directory}/out", plain=True, start_at=NEVER) as simulator:
-                simulator.call("fill", count=REQUESTS, limit=tokens)
-                run(queues(pull, Measured(simulator, step), tokens), loop)
-    else:
-        raise SystemExit(__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m smg.bench.consume", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=[*ON_GROUPS, *ON_A_SOCKET])
+    add_arguments(parser)
+    parser.add_argument("--engine", choices=("tokenspeed", "vllm"), default="tokenspeed")
+    parser.add_argument("--groups", type=int, default=1)
+    args = parser.parse_args()
+    if args.kind in ON_GROUPS:
+        with groups_with_ranks(args.engine, args.groups, args.ranks, args.step_ms) as (groups, ranks):
+            run(rounds(partial(ON_GROUPS[args.kind], groups), Measured(ranks, args.step_ms), args), args.loop)
+        return
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="smg-bench-"))
+        context: zmq.Context[Any] = stack.enter_context(zmq.Context())
+        pull = stack.enter_context(context.socket(zmq.PULL))
+        pull.setsockopt(zmq.RCVHWM, 0)
+        pull.bind(f"ipc://{directory}/out")
+        simulator = stack.enter_context(Simulator(f"ipc://{directory}/out", plain=True, start_at=NEVER))
+        measured = Measured([CheapRanks(simulator)], args.step_ms)
+        work = partial(ON_A_SOCKET[args.kind], pull)
+        fill = partial(simulator.call, "fill", count=args.streams)
+        run(rounds(work, measured, args, lambda tokens: fill(limit=tokens)), args.loop)
 
 
 if __name__ == "__main__":

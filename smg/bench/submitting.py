@@ -14,6 +14,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from smg.bench import accounting
 from smg.bench.simulator import group_with_ranks
@@ -69,7 +71,7 @@ def wake(ranks: int, frames: int = 1000) -> list[float]:
 def idle(count: int = 10_000) -> list[float]:
     with group_with_ranks(start_at=NEVER) as (group, simulator):
         outlet = group.outlet()
-        streams = [None] * count  # a list is the caller's
+        streams: list[Any] = [None] * count  # a list is the caller's
         gc.collect()
         before = accounting.rss_mb(os.getpid()) - accounting.rss_mb(simulator.pid)
         for at in range(count):
@@ -84,7 +86,7 @@ def idle(count: int = 10_000) -> list[float]:
 
 
 def main() -> None:
-    kinds = {"call": call, "reach": reach, "wake": wake, "idle": idle}
+    kinds: dict[str, Callable[..., list[float]]] = {"call": call, "reach": reach, "wake": wake, "idle": idle}
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         raise SystemExit(__doc__)
     print(json.dumps(kinds[sys.argv[1]](*map(int, sys.argv[2:]))))

@@ -1,16 +1,9 @@
-"""Output messages as vLLM 0.32 makes them, by msgspec, and the typed decoder that is the rival in decoding.
-
-    python -m benchmarks.vllm_frames
-
-prints what a step of 32 and of 256 requests costs in `Core`, decoded, checked and applied, against a typed msgspec
-decode of the same message alone, in µs of this thread's CPU time.
-"""
+"""Output messages as vLLM 0.32 makes them, by msgspec, and the typed decoder that is the rival in decoding."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -75,43 +68,3 @@ def encode(rids: Sequence[str], token_ids: Sequence[int]) -> bytes:
 
 def decoder() -> msgspec.msgpack.Decoder[Outputs]:
     return msgspec.msgpack.Decoder(Outputs)
-
-
-def live_core(requests: int) -> tuple[Any, Any, list[Any], bytes]:
-    """A core with one live rank, its outlet, the running requests' streams and a step's message for them."""
-    from smg._fastpath import Core
-    from smg._outlets import new_outlet
-    from smg._streams import submit
-    from smg.protocol import vllm
-
-    core = Core(1, backend="vllm", decode_cold=vllm.decode_logprobs, stall_timeout=0, max_inflight=0)
-    core.set_state(0, 2)  # live
-    outlet = new_outlet(core)
-    payload = vllm.encode_add("0" * 24, [1, 2, 3])
-    streams = [submit(core, payload, vllm.RID_OFFSET, outlet=outlet) for _ in range(requests)]
-    return core, outlet, streams, encode([stream.request_id for stream in streams], range(1234, 1234 + requests))
-
-
-def main(rounds: int = 60, times: int = 50) -> None:
-    for rows in (32, 256):
-        core, outlet, streams, frame = live_core(rows)
-        decode = decoder().decode
-        ours, theirs = [], []
-        for _ in range(rounds):
-            begin = time.thread_time()
-            core.feed(0, frame, times=times)
-            ours.append((time.thread_time() - begin) / times * 1e6)
-            outlet.take()
-            begin = time.thread_time()
-            for _ in range(times):
-                decode(frame)
-            theirs.append((time.thread_time() - begin) / times * 1e6)
-        counters = core.counters()
-        assert counters["rows"] == [rounds * times * len(streams)]
-        assert counters["late"] == counters["undecodable"] == [0]
-        ratio = median(theirs) / median(ours)
-        print(f"{rows} outputs + stats: {median(ours):.2f} µs, msgspec {median(theirs):.2f} µs, {ratio:.1f}×")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,197 @@
+"""`python -m smg bench`: what smg costs beside its rivals, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from smg._version import __version__
+from smg.bench import accounting
+from smg.bench.results import HEADER, Bars, Measurement, document, hold, read_bars, rows
+from smg.bench.turns import BenchError, Plan, printed
+
+DESCRIPTION = """\
+Measure smg beside its rivals, in the same run and turn by turn. Values are medians (min–max) over the repeats, CPU is
+what the operating system accounts to the process that is measured, and what spreads more than it differs is not judged.
+
+  the library and what it costs to decode a step, quickly:
+    python -m smg bench decode --quick
+    python -m smg bench embed --quick
+  everything, with raw data and pictures, held to bars:
+    python -m smg bench all --json figures.json --plot plots --assert benchmarks/bars.json
+  a load test of any OpenAI-compatible server:
+    python -m smg bench http --url http://127.0.0.1:8000 --model NAME --rate 2,4,8 --slo-ttft-ms 500
+"""
+
+#: part -> (module with measure(plan) and, where it has options of its own, add_arguments and configured), summary
+PARTS = {
+    "decode": ("smg.bench.decode", "a step's frame decoded, checked and applied"),
+    "embed": ("smg.bench.embed", "the library in a serving process, over sockets"),
+    "http": ("smg.bench.http", "the HTTP front and its rivals, or any OpenAI-compatible server"),
+    "policy": ("smg.bench.policy", "rank choice: a simulation of bursty, heavy-tailed load"),
+    "scaling": ("smg.bench.scaling", "cost per token as streams, ranks and groups grow"),
+}
+ALL = "all"
+NEEDED = "pip install 'smg-fastpath[bench]'"
+VERSIONS = ("pyzmq", "msgpack", "numpy", "msgspec", "uvloop", "aiohttp", "tokenizers", "fastokens")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
+    summaries = {name: summary for name, (_, summary) in PARTS.items()} | {ALL: "all of these"}
+    for name, summary in summaries.items():
+        part = parts.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+        )
+        _common(part)
+        for module in _modules(name):
+            if hasattr(module, "add_arguments"):
+                module.add_arguments(part.add_argument_group(module.__name__.rpartition(".")[2]))
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    runs = parser.add_argument_group("runs")
+    runs.add_argument(
+        "--repeats", type=_count, metavar="N", help="turns of each contestant (default 5, 3 with --quick)"
+    )
+    runs.add_argument("--quick", action="store_true", help="fewer and shorter runs")
+    runs.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default 1)")
+    runs.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="only measurements whose name has this in it"
+    )
+    load = parser.add_argument_group("load (default: what each part says)")
+    load.add_argument("--streams", type=_count, metavar="N", help="requests that run at once")
+    load.add_argument("--step-ms", type=float, metavar="MS", help="an engine step; 0: as fast as it goes")
+    load.add_argument("--tokens", type=_count, metavar="N", help="tokens per request")
+    load.add_argument("--ranks", type=_count, metavar="N", help="ranks of a group")
+    load.add_argument(
+        "--engines",
+        type=_engines,
+        default=("tokenspeed", "vllm"),
+        metavar="LIST",
+        help="whose wires: tokenspeed, vllm (default both)",
+    )
+    rivals = parser.add_argument_group("rivals in environments of their own; those that are not given take no part")
+    rivals.add_argument("--vllm-python", metavar="PATH", help="a Python that has vllm")
+    rivals.add_argument("--rust-python", metavar="PATH", help="a Python that has the Rust gateway, smg==1.13.0")
+    out = parser.add_argument_group("results")
+    out.add_argument("--json", type=Path, metavar="FILE", help="every sample, and what was run where")
+    out.add_argument("--plot", type=Path, metavar="DIR", help="pictures, as PNG and SVG (needs matplotlib)")
+    out.add_argument(
+        "--assert",
+        dest="bars",
+        type=Path,
+        metavar="FILE",
+        help="end with status 1 when a ratio in FILE falls short, with 3 when the run cannot tell",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure. Returns the exit status: that of the bars, 2 when something is missing."""
+    try:
+        bars = read_bars(args.bars) if args.bars else {}
+        if args.plot:
+            _module("smg.bench.plots")  # before the run, not after it
+        return _run(args, bars)
+    except (BenchError, ValueError, OSError) as error:
+        print(f"smg bench: {error}", file=sys.stderr)
+    except ImportError as error:
+        print(f"smg bench: {error}; {NEEDED}", file=sys.stderr)
+    return 2
+
+
+def _run(args: argparse.Namespace, bars: Bars) -> int:
+    say = printed()
+    plan = Plan(
+        repeats=args.repeats or (3 if args.quick else 5),
+        quick=args.quick,
+        seed=args.seed,
+        only=tuple(args.only),
+        streams=args.streams,
+        step_ms=args.step_ms,
+        tokens=args.tokens,
+        ranks=args.ranks,
+        engines=args.engines,
+        vllm_python=args.vllm_python,
+        rust_python=args.rust_python,
+        progress=say,
+    )
+    begin = time.time()
+    context: dict[str, Any] = {
+        "smg": __version__,
+        "command": sys.argv[1:],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
+        "seed": plan.seed,
+        "repeats": plan.repeats,
+        "machine": accounting.machine_facts(),
+        "versions": accounting.version_facts(*VERSIONS),
+    }
+    machine, versions = context["machine"], context["versions"]
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    print(", ".join(f"{name} {version}" for name, version in versions.items()) + f"; {plan.repeats} repeats\n")
+    measured: list[Measurement] = []
+    names = list(PARTS) if args.part == ALL else [args.part]
+    try:
+        for name in names:
+            for measurement in _measurements(name, plan, args):
+                measured.append(measurement)
+                for row in rows([measurement], bars):
+                    say("  ".join(row))
+    except KeyboardInterrupt:
+        say("stopped; what was measured so far:")
+    context["seconds"] = round(time.time() - begin, 1)
+    print(accounting.table(HEADER, rows(measured, bars)))
+    kept = document(measured, context)
+    if args.json:
+        args.json.write_text(json.dumps(kept, indent=1) + "\n")
+    if args.plot:
+        for path in _module("smg.bench.plots").draw(kept, args.plot):
+            say(f"wrote {path}")
+    if not args.bars:
+        return 0
+    status, why = hold(measured, bars, names)
+    for line in why:
+        print(f"smg bench: {line}", file=sys.stderr)
+    return status
+
+
+def _measurements(name: str, plan: Plan, args: argparse.Namespace) -> Iterator[Measurement]:
+    module = _module(PARTS[name][0])
+    measure = module.configured(args) if hasattr(module, "configured") else module.measure
+    yield from measure(plan)
+
+
+def _modules(part: str) -> list[Any]:
+    """The modules of a part whose options are asked for; one that cannot be imported brings none."""
+    found = []
+    for name in PARTS if part == ALL else [part]:
+        try:
+            found.append(_module(PARTS[name][0]))
+        except ImportError:
+            pass  # said when the part is run
+    return found
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _engines(text: str) -> Sequence[str]:
+    engines = tuple(text.split(","))
+    if not set(engines) <= {"tokenspeed", "vllm"}:
+        raise argparse.ArgumentTypeError(f"{text}: must be tokenspeed, vllm or both, with a comma between")
+    return engines

@@ -1,0 +1,185 @@
+"""What was measured, and what may be concluded from it.
+
+A measurement has one value per repeat for each contestant; smg is the first of them. Two contestants are compared by
+the ratio of their medians, and only when those are further apart than either's values spread (interquartile range).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OURS = "smg"
+AT_MOST = "at most"  # in a file of bars: the highest allowed median of smg's own values
+ACCEPTED, FELL_SHORT, CANNOT_TELL = 0, 1, 3  # exit statuses of --assert
+
+Bars = dict[str, dict[str, float]]  # measurement -> rival (or AT_MOST) -> the highest allowed ratio (or median)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Samples of one quantity, of which less is better. `facts` say what was set for it: streams, ranks, …"""
+
+    name: str
+    title: str
+    unit: str
+    samples: dict[str, list[float]]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> list[float]:
+        return next(iter(self.samples.values()))
+
+    @property
+    def rivals(self) -> dict[str, list[float]]:
+        return dict(list(self.samples.items())[1:])
+
+
+def spread(values: Sequence[float]) -> float:
+    """Interquartile range; infinite for a single value, which says nothing about it."""
+    if len(values) < 2:
+        return float("inf")
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our values beside a rival's, or beside a limit (`theirs` is None). `bar` is the highest allowed ratio."""
+
+    ours: Sequence[float]
+    theirs: Sequence[float] | None
+    bar: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Ours / theirs, of the medians."""
+        below = 1.0 if self.theirs is None else statistics.median(self.theirs)
+        return statistics.median(self.ours) / below if below else float("inf")
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether ours is at most `bar` (or 1) times theirs; None when the values spread too much to tell."""
+        times = 1.0 if self.bar is None else self.bar
+        theirs = [1.0, 1.0] if self.theirs is None else self.theirs
+        difference = abs(statistics.median(self.ours) - times * statistics.median(theirs))
+        if difference <= max(spread(self.ours), times * spread(theirs)):
+            return None
+        return self.ratio <= times
+
+    def __str__(self) -> str:
+        reached = self.reached
+        if reached is None:
+            few = min(len(self.ours), len(self.theirs or self.ours)) < 2
+            found = "cannot tell: one repeat" if few else "cannot tell: the spread is larger than the difference"
+        elif self.bar is None:
+            return "less" if reached else "more"
+        else:
+            found = "met" if reached else "missed"
+        return found if self.bar is None else f"≤ {self.bar:g}: {found}"
+
+
+def compare(measurement: Measurement, bars: Bars) -> dict[str, Comparison]:
+    """Of a measurement, each rival's comparison, and the limit's where there is one."""
+    of = bars.get(measurement.name, {})
+    found = {
+        rival: Comparison(measurement.ours, samples, of.get(rival)) for rival, samples in measurement.rivals.items()
+    }
+    if AT_MOST in of:
+        found[AT_MOST] = Comparison(measurement.ours, None, of[AT_MOST])
+    return found
+
+
+# -------------------------------------------------------------- bars
+
+
+def read_bars(path: Path) -> Bars:
+    """A file of bars: {"measurement": {"rival": 0.25, "at most": 20}}. Raises ValueError, OSError."""
+    bars = json.loads(path.read_text())
+    if not isinstance(bars, dict) or not all(
+        isinstance(of, dict) and of and all(type(bar) in (int, float) and bar > 0 for bar in of.values())
+        for of in bars.values()
+    ):
+        raise ValueError(f'{path}: must be a JSON object such as {{"embed.outlet": {{"pyzmq": 0.3}}}}')
+    return bars
+
+
+def hold(measurements: Sequence[Measurement], bars: Bars, parts: Iterable[str]) -> tuple[int, list[str]]:
+    """The exit status of --assert, and why. Bars of parts that were not run are left out."""
+    by_name = {measurement.name: measurement for measurement in measurements}
+    status, why = ACCEPTED, []
+    for name, of in bars.items():
+        if name.partition(".")[0] not in parts:
+            continue
+        compared = compare(by_name[name], bars) if name in by_name else {}
+        for rival in of:
+            if rival not in compared:
+                status, text = FELL_SHORT, "was not measured"
+            else:
+                reached = compared[rival].reached
+                if reached:
+                    continue
+                text = f"{compared[rival].ratio:.3g}, {compared[rival]}"
+                status = FELL_SHORT if reached is False else status or CANNOT_TELL
+            why.append(f"{name}, {rival}: {text}")
+    return status, why
+
+
+# -------------------------------------------------------------- what is shown and kept
+
+
+def figure(values: Sequence[float]) -> str:
+    """Median and range of what the repeats gave."""
+    if not values:
+        return "–"
+    middle = statistics.median(values)
+    digits = 0 if abs(middle) >= 1000 else 1 if abs(middle) >= 100 else 2
+    shown = f"{middle:.{digits}f}"
+    return shown if len(values) == 1 else f"{shown} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def rows(measurements: Iterable[Measurement], bars: Bars) -> list[list[str]]:
+    """A row per rival: measurement, ours, rival, theirs, ratio, conclusion."""
+    shown = []
+    for measurement in measurements:
+        what, ours = f"{measurement.title} ({measurement.unit})", figure(measurement.ours)
+        compared = compare(measurement, bars)
+        for rival, comparison in compared.items():
+            theirs = "–" if comparison.theirs is None else figure(comparison.theirs)
+            ratio = "–" if comparison.theirs is None else f"{comparison.ratio:.2f}"
+            shown.append([what, ours, rival, theirs, ratio, str(comparison)])
+        if not compared:
+            shown.append([what, ours, "–", "–", "–", "–"])
+    return shown
+
+
+HEADER = ["measurement", "smg", "rival", "rival's", "smg / rival", "conclusion"]
+
+
+def document(measurements: Iterable[Measurement], context: Mapping[str, Any]) -> dict[str, Any]:
+    """What --json writes: the context, and of each measurement every sample."""
+    return {
+        **context,
+        "measurements": [
+            {
+                "name": m.name,
+                "title": m.title,
+                "unit": m.unit,
+                "facts": m.facts,
+                "contestants": {
+                    name: {
+                        "samples": samples,
+                        "median": statistics.median(samples),
+                        "interquartile_range": spread(samples) if len(samples) > 1 else None,
+                    }
+                    for name, samples in m.samples.items()
+                    if samples
+                },
+            }
+            for m in measurements
+        ],
+    }
