@@ -208,6 +208,8 @@ def run_service(
     # after every 700 objects would only look at running requests again and again.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    # The loop asks the thread that reads long prompts for the GIL sooner than after the usual 5 ms: streams wait for it.
+    sys.setswitchinterval(0.0005)
     try:
         return int(uvloop.run(serve(options)))
     except (Error, OSError, ValueError) as exc:
