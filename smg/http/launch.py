@@ -208,7 +208,7 @@ def run_service(
     # after every 700 objects would only look at running requests again and again.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    # The loop asks the thread that reads long prompts for the GIL sooner than after the usual 5 ms: streams wait for it.
+    # The loop takes the GIL from the thread that reads long prompts sooner than after 5 ms: streams wait for it.
     sys.setswitchinterval(0.0005)
     try:
         return int(uvloop.run(serve(options)))
