@@ -143,8 +143,6 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
         for name in names:
             for measurement in _measurements(name, plan, args):
                 measured.append(measurement)
-                for row in rows([measurement], bars):
-                    say("  ".join(row))
     except KeyboardInterrupt:
         say("stopped; what was measured so far:")
     context["seconds"] = round(time.time() - begin, 1)

@@ -63,7 +63,7 @@ PICTURES = (
         "{1}",
         logarithmic=False,
     ),
-    Picture("{1}-ranks-{0}", r"policy\.(\w+)\.ranks\d+\.load90\.(\w+)", "ranks", "ranks, at 90 % load", "{1}"),
+    Picture("{1}-ranks-{0}", r"policy\.(\w+)\.ranks\d+\.load70\.(\w+)", "ranks", "ranks, at 70 % load", "{1}"),
 )
 
 

@@ -2,6 +2,7 @@
 
 A measurement has one value per repeat for each contestant; smg is the first of them. Two contestants are compared by
 the ratio of their medians, and only when those are further apart than either's values spread (interquartile range).
+Where repeats are pairs, such as seeds of a simulation, it is the repeats' ratios that are looked at in the same way.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Measurement:
     unit: str
     samples: dict[str, list[float]]
     facts: dict[str, Any] = field(default_factory=dict)
+    paired: bool = False  # a repeat was the same for every contestant, as a seed is: compared repeat by repeat
 
     @property
     def ours(self) -> list[float]:
@@ -54,10 +56,13 @@ class Comparison:
     ours: Sequence[float]
     theirs: Sequence[float] | None
     bar: float | None = None
+    paired: bool = False
 
     @property
     def ratio(self) -> float:
-        """Ours / theirs, of the medians."""
+        """Ours / theirs, of the medians; the median of the repeats' ratios when these are pairs."""
+        if self.paired and self.theirs is not None:
+            return statistics.median(self._ratios)
         below = 1.0 if self.theirs is None else statistics.median(self.theirs)
         return statistics.median(self.ours) / below if below else float("inf")
 
@@ -65,11 +70,20 @@ class Comparison:
     def reached(self) -> bool | None:
         """Whether ours is at most `bar` (or 1) times theirs; None when the values spread too much to tell."""
         times = 1.0 if self.bar is None else self.bar
+        if self.paired and self.theirs is not None:
+            ratios = self._ratios
+            clear = abs(statistics.median(ratios) - times) > spread(ratios)
+            return self.ratio <= times if clear else None
         theirs = [1.0, 1.0] if self.theirs is None else self.theirs
         difference = abs(statistics.median(self.ours) - times * statistics.median(theirs))
         if difference <= max(spread(self.ours), times * spread(theirs)):
             return None
         return self.ratio <= times
+
+    @property
+    def _ratios(self) -> list[float]:
+        pairs = zip(self.ours, self.theirs or (), strict=True)
+        return [ours / theirs if theirs else float("inf") if ours else 1.0 for ours, theirs in pairs]
 
     def __str__(self) -> str:
         reached = self.reached
@@ -87,7 +101,8 @@ def compare(measurement: Measurement, bars: Bars) -> dict[str, Comparison]:
     """Of a measurement, each rival's comparison, and the limit's where there is one."""
     of = bars.get(measurement.name, {})
     found = {
-        rival: Comparison(measurement.ours, samples, of.get(rival)) for rival, samples in measurement.rivals.items()
+        rival: Comparison(measurement.ours, samples, of.get(rival), measurement.paired)
+        for rival, samples in measurement.rivals.items()
     }
     if AT_MOST in of:
         found[AT_MOST] = Comparison(measurement.ours, None, of[AT_MOST])
