@@ -8,7 +8,7 @@ every choice whose stream became ready, in one callback and without a task switc
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
+from libc.string cimport memchr, memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from smg._escape cimport escape_into, escape_size, hex_digit
@@ -36,28 +36,38 @@ def escape(text) -> bytes:
 def json_depth(bytes body) -> int:
     """How deep arrays and objects nest in a JSON text. Of a text that is not JSON, some number."""
     cdef const char *text = PyBytes_AS_STRING(body)
-    cdef Py_ssize_t i = 0, size = PyBytes_GET_SIZE(body)
+    cdef const char *end = text + PyBytes_GET_SIZE(body)
     cdef int64_t depth = 0, deepest = 0
-    cdef bint inside = False
     cdef char c
     with nogil:
-        while i < size:
-            c = text[i]
-            if inside:
-                if c == b"\\":
-                    i += 1
-                elif c == b'"':
-                    inside = False
-            elif c == b'"':
-                inside = True
+        while text < end:
+            c = text[0]
+            text += 1
+            if c == b'"':
+                text = string_end(text, end)
             elif c == b"{" or c == b"[":
                 depth += 1
                 if depth > deepest:
                     deepest = depth
             elif c == b"}" or c == b"]":
                 depth -= 1
-            i += 1
     return deepest
+
+
+cdef const char *string_end(const char *text, const char *end) noexcept nogil:
+    """Past the quote that ends a JSON string, of which `text` is the inside: the first one that is not escaped."""
+    cdef const char *quote = text
+    cdef const char *before
+    while True:
+        quote = <const char *>memchr(quote, b'"', end - quote)
+        if quote == NULL:
+            return end
+        before = quote
+        while before > text and before[-1] == b"\\":
+            before -= 1
+        quote += 1
+        if (quote - 1 - before) % 2 == 0:
+            return quote
 
 
 # ---------------------------------------------------------------- time

@@ -37,7 +37,7 @@ class Headers(dict[str, str]):
 class PlainRequest:
     """What the front asks of aiohttp's request, of a request that was read whole."""
 
-    __slots__ = ("body", "client_max_size", "headers", "path", "protocol")
+    __slots__ = ("body", "headers", "path", "protocol")
 
     method = "POST"
     version = HttpVersion11
@@ -45,7 +45,6 @@ class PlainRequest:
 
     def __init__(self, path: str, headers: Headers, body: bytes, protocol: Any) -> None:
         self.path, self.headers, self.body, self.protocol = path, headers, body, protocol
-        self.client_max_size = len(body)
 
     @property
     def transport(self) -> Any:
@@ -55,15 +54,8 @@ class PlainRequest:
     def content(self) -> PlainRequest:
         return self
 
-    @property
-    def content_length(self) -> int:
-        return len(self.body)
-
     def is_eof(self) -> bool:
         return True
-
-    async def read(self) -> bytes:
-        return self.body
 
 
 def recognise(data: bytes, paths: Container[str], longest_body: int, protocol: Any) -> PlainRequest | None:

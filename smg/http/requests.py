@@ -248,7 +248,7 @@ class Decoder:
         self._unknown = unknown
 
     def __call__(self, body: bytes) -> Any:
-        if body.count(b"[") + body.count(b"{") > self._depth and json_depth(body) > self._depth:
+        if json_depth(body) > self._depth:
             raise ApiError(400, "json_too_deep", f"the body nests deeper than {self._depth} levels")
         request = self._decode(body)
         keys = self._keys(body)

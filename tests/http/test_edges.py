@@ -116,6 +116,10 @@ def test_a_body_beyond_the_limit_is_refused(serve):
         raw.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         raw.send(b"800\r\n" + b"x" * 2048 + b"\r\n")
         assert raw.until(b"}}").startswith(b"HTTP/1.1 413 ")
+    with served.dial() as raw:  # and all of it is there at once
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        raw.send(head + b"800\r\n" + b"x" * 2048 + b"\r\n0\r\n\r\n")
+        assert raw.until(b"}}").startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

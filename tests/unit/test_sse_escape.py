@@ -58,7 +58,8 @@ def test_bytes_that_are_not_utf8_do_no_harm(data):
     assert len(escape(data)) >= len(data)
 
 
-nested = st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+strings = st.text() | st.text('\\"[]{}a')
+nested = st.recursive(st.none() | strings, lambda inner: st.lists(inner) | st.dictionaries(strings, inner))
 
 
 def depth_of(value):
