@@ -31,7 +31,8 @@ def decode(kind, body, unknown=None):
 
 
 def params(request, **more):
-    options = {"max_tokens": None, "min_tokens": None, "logprobs": None, "stop_token_ids": [], "limits": Limits(), "extra": {}}
+    options = {"max_tokens": None, "min_tokens": None, "logprobs": None, "stop_token_ids": [], "extra": {}}
+    options["limits"] = Limits()
     return sampling_params(request, **(options | more))
 
 
