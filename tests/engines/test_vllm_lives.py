@@ -124,7 +124,7 @@ def test_ranks_in_lockstep_die_together_and_come_back_together(live: Life) -> No
         with pytest.raises(RankDied) as death:
             last_of(reader)
         assert death.value.rank == rank
-    assert live.states() == ["dead", "dead"]
+    wait_until(lambda: live.states() == ["dead", "dead"], "the group says so")
     with pytest.raises(smg.NoRank):
         live.group.submit(PROMPT, SHORT)
     first.close()

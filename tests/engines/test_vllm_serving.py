@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -182,8 +183,8 @@ def comparable(path: str, answer: Any) -> Any:
                 [(plain(top["token"]), top["logprob"]) for top in (entry, *entry["top_logprobs"])]
                 for entry in logprobs["content"]
             ]
-        # vLLM leaves out the bytes of a character that the last token begins.
-        choices.append((choice["index"], text.rstrip("\ufffd"), choice["finish_reason"], logprobs))
+        # vLLM leaves out a last token that ends within a character.
+        choices.append((choice["index"], re.sub(r"[^\0-\x7f]+$", "", text), choice["finish_reason"], logprobs))
     usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return {"choices": choices, "usage": usage}
 
