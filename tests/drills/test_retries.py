@@ -15,7 +15,8 @@ def adds(served):
 
 
 def retries(served, name="smg_worker_retries_total"):
-    found = re.search(rf"^{name}\{{[^}}]*{CHAT}[^}}]*\}} (\S+)$", served.metrics(), re.MULTILINE)
+    sample = re.escape(f'{name}{{endpoint="chat",worker_type="regular"}} ')
+    found = re.search(rf"^{sample}(\S+)$", served.metrics(), re.MULTILINE)
     return float(found[1]) if found else 0
 
 
