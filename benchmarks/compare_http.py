@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Case:
     size: int = 200  # characters of a prompt
     ramp_ms: float = 0.0
     bar: float | None = None
-    bulk: bool = False  # one-megabyte requests beside it
+    bulk: bool = False  # one-megabyte requests beside it, and a run without them before
 
     @property
     def streamed(self) -> bool:
@@ -125,7 +125,8 @@ class Bench:
             results: dict[str, list[Result]] = {server.name: [] for server in servers}
             for repeat in range(repeats):
                 for server in servers if repeat % 2 == 0 else servers[::-1]:
-                    results[server.name].append(self.run(case, server))
+                    alone = self.run(replace(case, bulk=False), server) if case.bulk else None
+                    results[server.name].append(self.run(case, server) | {"alone": alone})
         return results
 
 
@@ -195,7 +196,10 @@ def ratios(case: Case, results: dict[str, list[Result]]) -> list[object]:
 def bulk_line(name: str, results: list[Result]) -> str:
     bulk = [result["bulk"] for result in results]
     late, refused = [b["late"] for b in bulk], [b["refused"] for b in bulk]
+    gaps = [(result["alone"]["gap"][2], result["gap"][2]) for result in results]
+    shown = ", ".join(f"{alone:.1f} → {beside:.1f} ms ({beside / alone:.2f}×)" for alone, beside in gaps)
     return (
+        f"{name}: gap p99 without and with one-megabyte requests {shown}; bar 2×\n"
         f"{name}: one-megabyte requests answered {[b['ok'] for b in bulk]}, refused {refused} "
         f"{bulk[-1]['error'][:150]}, not sent since all 16 connections waited {late}"
     )
