@@ -32,8 +32,14 @@ cdef inline int all_live(const Table *table) noexcept nogil:
             return 0
     return 1
 
-# The rank for a message of `size` bytes, or a Refusal. `pinned` < 0 = any.
-cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
+# Whether a stalled rank is given one request, to see if it hears again: with nothing in flight it would not show it.
+cdef inline int on_trial(const Table *table, const Rank *rank, size_t size, double quiet_before) noexcept nogil:
+    return (rank.state == RANK_STALLED and rank.in_flight == 0 and rank.quiet_since < quiet_before and
+            not full(table, rank, size))
+
+# The rank for a message of `size` bytes, or a Refusal. `pinned` < 0 = any. A stalled rank may be tried again that was
+# quiet since `quiet_before` (monotonic seconds, 0 = never).
+cdef inline int choose(Table *table, int pinned, size_t size, double quiet_before) noexcept nogil:
     cdef Rank *rank
     cdef uint32_t i, at
     cdef int best = -1, seen = -1
@@ -57,7 +63,7 @@ cdef inline int choose(Table *table, int pinned, size_t size) noexcept nogil:
         for i in range(table.rank_count):
             at = (table.scan_start + i) % table.rank_count
             rank = &table.ranks[at]
-            if rank.state != level:
+            if rank.state != level and not (level == RANK_LIVE and on_trial(table, rank, size, quiet_before)):
                 continue
             seen = <int>at
             if full(table, rank, size):

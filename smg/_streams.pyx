@@ -80,11 +80,14 @@ def submit(Core core not None, bytes payload, uint32_t id_offset, *, request_id=
         raise MemoryError
     bytes_ = <uint8_t *>core.pump.zmq.msg_data(&message.payload)
     memcpy(bytes_, <const char *>payload, size)
+    cdef double quiet_before = 0
+    if core.pump.stall_timeout > 0 and not core.pump.probes:   # else a stalled rank is asked, not tried
+        quiet_before = now - core.pump.stall_timeout
     cdef const char *tail_bytes = tail
     cdef uint8_t tail_size = <uint8_t>len(tail)
     Py_INCREF(record)
     pthread_mutex_lock(&core.table.mutex)
-    chosen = choose(&core.table, rank, size)
+    chosen = choose(&core.table, rank, size, quiet_before)
     if outlet is not None and outlet.data.closed:   # by a finaliser, since it was looked at above
         chosen = REFUSED_CLOSED
     if chosen >= 0:

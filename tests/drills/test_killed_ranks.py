@@ -219,3 +219,22 @@ def test_requests_of_a_stopped_process_end_by_their_own_deadlines(make_fleet, id
     assert readers.tokens[back] == fleet.reply(9, 5)
     assert group.ranks[0].incarnation == 1
     idle(group)
+
+
+def test_a_stopped_process_that_has_lost_all_its_requests_is_tried_with_one_and_comes_back(make_fleet, idle):
+    fleet = make_fleet(2, group={"stall_timeout": 0.2})
+    group, readers = fleet.group, Readers(fleet.group)
+    readers.submit(1, 100_000, rank=0, deadline=0.4)
+    readers.take()
+    fleet.signal(0, signal.SIGSTOP)
+    readers.read_all()
+    assert [rank.state for rank in group.ranks] == ["stalled", "live"]
+    streams = [readers.submit(seed, 3) for seed in range(10)]
+    assert [stream.rank for stream in streams].count(0) == 1
+    fleet.signal(0, signal.SIGCONT)
+    readers.read_all()
+    assert all(readers.tokens[stream] == fleet.reply(stream.data, 3) for stream in streams)
+    wait_until(lambda: group.ranks[0].state == "live")
+    assert {readers.submit(seed, 3).rank for seed in range(10)} == {0, 1}
+    readers.read_all()
+    idle(group)
