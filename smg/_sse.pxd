@@ -49,7 +49,7 @@ cdef class Choice:
     cdef Wire wire               # None: the text is collected in `whole`
     cdef bytes before, after     # constant JSON around a text; `before` None: `shape` renders every part
     cdef object shape            # renders what is not constant
-    cdef object owner            # told of the end
+    cdef object owner            # told of the end; None after it, so that nothing waits for a collection
     cdef dict stop_ids           # token id that ends the text -> what matched, None for end of sequence
     cdef bint keep_stop          # stop tokens stay in the text
     cdef bint begun              # the first part was written

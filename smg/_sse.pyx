@@ -319,6 +319,7 @@ cdef class Choice:
         cdef Output output
         if self.ended:
             return
+        owner = self.owner
         try:
             if type(out) is Output:
                 output = <Output>out
@@ -333,13 +334,13 @@ cdef class Choice:
                     output.stop_reason,
                     output.logprobs if self.entries is not None else None,
                 )
-            elif self.first != 0 or not self.owner.retried(self, out):
+            elif self.first != 0 or not owner.retried(self, out):
                 self.fail(out)
         except Exception as exc:
             self.ended = False
             self.abort()
             # Also when it came from telling of the end: somebody waits for that.
-            self.owner.failed(self, exc)
+            owner.failed(self, exc)
 
     def feed(
         self, token_ids, finish_reason=None, stop_reason=None, logprobs=None, int64_t completion_tokens=-1
@@ -365,6 +366,7 @@ cdef class Choice:
         if self.ended:
             return
         self.ended = True
+        self.owner = None
         if self.wire is not None and self in self.wire.choices:
             self.wire.choices.remove(self)
         stream, self.stream = self.stream, None
@@ -375,7 +377,8 @@ cdef class Choice:
         """End with an error; the owner tells the client."""
         if not self.ended:
             self.ended = True
-            self.owner.failed(self, exc)
+            owner, self.owner = self.owner, None
+            owner.failed(self, exc)
 
     cdef int take(
         self, const uint32_t *ids, Py_ssize_t n, object reason, object stop_reason, object logprobs
@@ -464,7 +467,8 @@ cdef class Choice:
             self.show()
             self.wire.choices.remove(self)
             self.wire.event(self.shape.last(self))
-        self.owner.ended(self)
+        owner, self.owner = self.owner, None
+        owner.ended(self)
         if self.wire is not None:
             self.wire.flush()
         self.stream = None

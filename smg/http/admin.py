@@ -54,6 +54,7 @@ def _reset(request: ResetRequest) -> tuple[Any, ...]:
     return "reset_prefix_cache", request.reset_running_requests
 
 
+BACKENDS = frozenset(("vllm",))  # whose wire has a way to ask this of an engine
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/flush_cache"): Operation("Empty the ranks' prefix caches", ResetRequest, _reset),
     ("POST", "/reset_prefix_cache"): Operation("Empty the ranks' prefix caches", ResetRequest, _reset),
@@ -80,7 +81,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 
 async def operate(front: Front, operation: Operation, body: bytes) -> dict[str, Any]:
     """Do it on all ranks at once; what each answered, group by group."""
-    if front.backend != "vllm":
+    if front.backend not in BACKENDS:
         raise ApiError(501, "not_supported", f"{front.backend}'s wire has no way to ask this of an engine")
     method, *args = operation.call(msgspec.json.decode(body or b"{}", type=operation.body))
     answers = await asyncio.gather(*(group.utility(method, *args) for group in front.router.groups))

@@ -46,7 +46,7 @@ class App:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._origins = frozenset(cors_origins)
         self._id_headers = tuple(request_id_headers)
-        self._openapi = document()
+        self._openapi = document(front.backend)
         get: dict[str, Route] = {path: self._info(answer) for path, answer in info.ROUTES.items()}
         get["/openapi.json"] = self._document
         post: dict[str, Route] = dict.fromkeys(ENDPOINTS, self._complete)

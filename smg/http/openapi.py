@@ -8,7 +8,7 @@ import msgspec
 
 from smg._version import __version__
 from smg.http import requests
-from smg.http.admin import OPERATIONS
+from smg.http.admin import BACKENDS, OPERATIONS
 from smg.http.info import ROUTES
 
 BODIES: dict[str, tuple[type[Any], str]] = {
@@ -55,8 +55,8 @@ ERROR = {
 JSON_ANSWER: dict[str, Any] = {"description": "The answer", "content": {"application/json": {"schema": {}}}}
 
 
-def document() -> bytes:
-    """The OpenAPI 3.1 document as JSON."""
+def document(backend: str) -> bytes:
+    """The OpenAPI 3.1 document as JSON, with what the backend's engines can be asked."""
     schemas, components = msgspec.json.schema_components(
         [kind for kind, _ in BODIES.values()], ref_template="#/components/schemas/{name}"
     )
@@ -77,7 +77,7 @@ def document() -> bytes:
                 "responses": {"200": {**JSON_ANSWER, "content": content}, "default": ERROR},
             }
         }
-    for (method, path), operation in OPERATIONS.items():
+    for (method, path), operation in OPERATIONS.items() if backend in BACKENDS else ():
         described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": JSON_ANSWER, "default": ERROR}}
         if method == "POST":
             (schema,), more = msgspec.json.schema_components(

@@ -410,6 +410,7 @@ def test_the_openapi_document_names_every_path(served):
     document = served.ask("/openapi.json").json
     for path in (CHAT, TEXT, GENERATE, "/v1/tokenize", "/workers", "/readiness"):
         assert path in document["paths"]
+    assert "/sleep" not in document["paths"], "TokenSpeed has no such thing"
     schema = document["components"]["schemas"]["ChatRequest"]
     assert schema["required"] == ["messages"]
     assert schema["properties"]["temperature"]["anyOf"][0]["maximum"] == 2

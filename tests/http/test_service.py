@@ -1,6 +1,7 @@
 """The service around the endpoints: keys, places, deaths, deadlines, shutdown and what Prometheus sees."""
 
 import asyncio
+import gc
 import json
 import re
 import ssl
@@ -11,6 +12,7 @@ import pytest
 from serving import BODY, CHAT, STREAM, TEXT, wait_until
 
 from smg.http.chat import ChatShape
+from smg.http.completion import Completion
 from smg.http.errors import ApiError
 from smg.http.front import FAST_INLINE_BYTES
 
@@ -299,6 +301,27 @@ def test_the_metrics_port_has_metrics_only(serve):
     served.port = served.service.metrics_port
     assert served.ask("/v1/models").status == 404
     assert served.ask("/metrics", b"{}").status == 405
+
+
+# ------------------------------------------------------------ what a request leaves behind
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM, BODY | {"n": 3}, STREAM | {"stop": "e", "max_tokens": 500}])
+def test_a_request_leaves_nothing_for_the_collector(serve, body):
+    served = serve()
+
+    def completions():
+        return [found for found in gc.get_objects() if isinstance(found, Completion)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        with served.dial() as raw:
+            raw.post(CHAT, body)
+            raw.until(b"[DONE]" if "stream" in body else b'"usage"')
+            wait_until(lambda: not completions())
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------ long prompts
