@@ -13,11 +13,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from smg import _fastpath
 from smg._decoded import fault_error
@@ -86,6 +87,8 @@ class Loop:
         self._config_hashes: dict[int, str] = {}  # rank -> of the parallel_config it runs with
         self._directory = directory
         self._sockets: list[Sockets | None] = [None] * ranks
+        self._dialed: dict[int, int] = {}  # rank -> descriptor of the connection of its last HELLO
+        self._unready: dict[int, int] = {}  # the same of ranks whose READY has not come
         self._noted: set[tuple[int, str]] = set()
         self._commands: list[Callable[[], None]] = []
         self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
@@ -108,7 +111,9 @@ class Loop:
                     "(two worker URLs can derive the same port: name one with handshake_address)"
                 ) from None
             self.address: str = self._handshake.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._hangups = self._handshake.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             core.watch_rare(self._handshake.fileno())
+            core.watch_rare(self._hangups.fileno())
         except BaseException:
             self._context.destroy(0)
             directory.release()
@@ -219,16 +224,35 @@ class Loop:
             command()
 
     def _serve_handshake(self) -> None:
+        gone = set(self._closed_connections())  # first: what they had sent before is in the queue by now
+        silent = {
+            life.index: life.incarnation
+            for life in self.lives
+            if self._unready.get(life.index) in gone and not life.pending  # else another process is heard for it
+        }
         while self._poller.poll(0):
-            frames = self._handshake.recv_multipart(zmq.NOBLOCK)
+            frames = self._handshake.recv_multipart(zmq.NOBLOCK, copy=False)
             status: list[handshake.Status] = []
 
             def status_of(frame: bytes, status: list[handshake.Status] = status) -> str:
                 status.append(handshake.decode_status(frame))
                 return status[0].status
 
-            heard = hear_handshake(frames, len(self.lives), status_of)
+            heard = hear_handshake([frame.bytes for frame in frames], len(self.lives), status_of)
+            if heard.rank is not None and heard.event is Event.HELLO:
+                self._dialed[heard.rank] = int(frames[0].get(zmq.SRCFD))
+            elif heard.rank is not None and heard.event is Event.READY:
+                self._unready.pop(heard.rank, None)
+                silent.pop(heard.rank, None)
             self._on_heard(self._agreeing(heard, status[0].parallel_config_hash) if status else heard)
+        for rank, incarnation in silent.items():
+            if self.lives[rank].state is State.HELLO:
+                self._handle(rank, Event.LOST, incarnation=incarnation, why="hung up before it was READY")
+
+    def _closed_connections(self) -> Iterator[int]:
+        """The descriptors of handshake connections that their dialers have closed since the last look."""
+        while self._hangups.poll(0):
+            yield parse_monitor_message(self._hangups.recv_multipart(zmq.NOBLOCK))["value"]
 
     def _agreeing(self, heard: Heard, config_hash: str | None) -> Heard:
         """A READY, or that it is refused: ranks that step together have to run with one parallel_config."""
@@ -328,6 +352,7 @@ class Loop:
 
     def _bind_and_init(self, rank: int, incarnation: int) -> None:
         self.registrations[rank] = None
+        self._unready[rank] = self._dialed[rank]
         try:
             sockets = self._bind(rank, incarnation)
         except zmq.ZMQError as error:
