@@ -114,7 +114,7 @@ class ServeProcess:
 
     def wait_ready(self, timeout: float = TIMEOUT) -> str:
         """The URL it answers on, once all ranks take work."""
-        self.url = self.wait_line(r"all ranks take work; answering on (\S+),", timeout)[1]
+        self.url = self.wait_line(r"ready; answering on (\S+),", timeout)[1]
         return self.url
 
     def worker_pid(self, worker: int, *, after: int = 0) -> int:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from smg.http.launch import add_router_arguments, run_service
@@ -158,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(options: ServiceOptions, plan: Plan, backend: str, args: argparse.Namespace) -> int:
     from smg.http.service import Service
     from smg.serve.console import EngineLogs, make_console
+    from smg.serve.guard import Guard
     from smg.serve.preflight import check_python
     from smg.serve.supervisor import Policy, Supervisor
 
@@ -165,7 +167,6 @@ async def _serve(options: ServiceOptions, plan: Plan, backend: str, args: argpar
     if not await signals.meanwhile(check_python(backend, python(args), plan.workers[0].environment)):
         return signals.status
     console = make_console()
-    logs = EngineLogs(args.log_dir, console)
     policy = Policy(
         startup_timeout=args.worker_startup_timeout,
         restart=args.worker_restart == "on-failure",
@@ -175,15 +176,13 @@ async def _serve(options: ServiceOptions, plan: Plan, backend: str, args: argpar
     )
     for note in plan.notes:
         console.say(note)
-    try:
+    with closing(EngineLogs(args.log_dir, console)) as logs, Guard(policy.end_grace) as guard:
         async with Service(options) as service:
-            supervisor = Supervisor(plan.workers, service.groups, policy, console, logs)
+            supervisor = Supervisor(plan.workers, service.groups, policy, console, logs, guard)
             try:
                 return await _supervise(service, supervisor, signals, args.shutdown_grace_period_secs, console.say)
             finally:
                 await supervisor.stop(signals.hurry)
-    finally:
-        logs.close()
 
 
 async def _supervise(
@@ -192,7 +191,7 @@ async def _supervise(
     if not await signals.meanwhile(supervisor.start()):
         say("stopped during start-up; ending the workers")
         return signals.status
-    say(f"all ranks take work; answering on {service.url}, metrics on {service.metrics_url}")
+    say(f"ready; answering on {service.url}, metrics on {service.metrics_url}")
     left = await signals.meanwhile(supervisor.watch())
     say("no worker is left" if left else "shutting down; again to hurry")
     await service.drain(grace, signals.hurry)

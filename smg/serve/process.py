@@ -9,17 +9,18 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO
+
+from smg.serve.guard import LOOK, Guard, group_members
 
 LINE_BYTES = 1 << 16  # a longer one comes in pieces
 TAIL = 20
-LOOK = 0.02  # seconds between two looks at what is left of a group
 KILLED = 10.0  # seconds for the kernel to end what was killed
 
 
 class EngineProcess:
-    """Starts the command at once. `on_line(line)` is called for each line it prints, from threads.
+    """Starts the command at once. `on_line(line)` is called for each line it prints, from threads. `guard` ends it
+    should this process not live to do so.
 
     The process leads a group and a session, so that Ctrl-C in the terminal does not reach it. It stays a zombie
     until `end`, so that the group's id cannot come to mean something else while signals go to it. Raises OSError
@@ -27,7 +28,12 @@ class EngineProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], directory: str, on_line: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        directory: str,
+        on_line: Callable[[str], None],
+        guard: Guard,
     ) -> None:
         self.last_errors: deque[str] = deque(maxlen=TAIL)
         self.last_line = ""
@@ -40,6 +46,8 @@ class EngineProcess:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        guard.add(self._popen.pid)
+        self._guard = guard
         self._on_line = on_line
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ended = False
@@ -73,6 +81,7 @@ class EngineProcess:
         self._signal(signal.SIGKILL)
         await self._gone(KILLED)
         self._ended = True
+        self._guard.remove(self.pid)
         code = self._popen.wait()
         for reader in self._readers:  # what it said last is read before anybody reports on it
             await asyncio.get_running_loop().run_in_executor(None, reader.join, 1.0)
@@ -121,17 +130,3 @@ class EngineProcess:
             loop.call_soon_threadsafe(self._exit.set_result, code)
         except RuntimeError:
             pass  # the loop is closed: nobody waits any more
-
-
-def group_members(group: int) -> list[int]:
-    """Processes of a process group that run; zombies do not. Empty where there is no /proc."""
-    members = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # pid (name) state parent group ...; a name may hold anything
-            state, _, its_group = path.read_bytes().rpartition(b")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue  # it ended meanwhile
-        if int(its_group) == group and state not in (b"Z", b"X"):
-            members.append(int(path.parent.name))
-    return members

@@ -12,6 +12,7 @@ from typing import Any
 from smg.engine.group import EngineGroup
 from smg.serve.console import Console, EngineLogs, Progress, RankProgress
 from smg.serve.errors import ServeError
+from smg.serve.guard import Guard
 from smg.serve.plan import WorkerPlan
 from smg.serve.process import EngineProcess
 from smg.serve.restarts import Restarts
@@ -35,13 +36,14 @@ class Policy:
 class Worker:
     """One worker of the plan: the group that its ranks dial into, and its process of the moment."""
 
-    def __init__(self, plan: WorkerPlan, group: EngineGroup, policy: Policy, logs: EngineLogs) -> None:
+    def __init__(self, plan: WorkerPlan, group: EngineGroup, policy: Policy, logs: EngineLogs, guard: Guard) -> None:
         self.plan = plan
         self.group = group
         self.process: EngineProcess | None = None
-        self.ready = False  # whether every rank of this process has taken work
+        self.ready = False  # whether enough ranks of this process have taken work
         self.restarts = Restarts(policy.restart_limit, policy.restart_window)
         self._sink = logs.sink(plan)
+        self._guard = guard
 
     def spawn(self) -> EngineProcess:
         """Raises ServeError when the command cannot be run."""
@@ -49,7 +51,7 @@ class Worker:
         self.ready = False
         self.progress = Progress(plan.index, time.monotonic(), self.group.ranks)
         try:
-            self.process = EngineProcess(plan.command, plan.environment, plan.directory, self._sink)
+            self.process = EngineProcess(plan.command, plan.environment, plan.directory, self._sink, self._guard)
         except OSError as error:
             raise ServeError(f"{plan.name}: cannot run {plan.command[0]}: {error.strerror}") from None
         return self.process
@@ -57,7 +59,7 @@ class Worker:
     def look(self) -> list[RankProgress]:
         """Where its ranks stand."""
         found = self.progress.look(self.group.ranks, time.monotonic())
-        self.ready = self.ready or all(rank.state == "ready" for rank in found)
+        self.ready = self.ready or sum(rank.state == "ready" for rank in found) >= self.group.min_ready
         return found
 
     @property
@@ -79,13 +81,14 @@ class Supervisor:
         policy: Policy,
         console: Console,
         logs: EngineLogs,
+        guard: Guard,
     ) -> None:
         self._policy = policy
         self._console = console
-        self._workers = [Worker(plan, group, policy, logs) for plan, group in zip(plans, groups, strict=True)]
+        self._workers = [Worker(plan, group, policy, logs, guard) for plan, group in zip(plans, groups, strict=True)]
 
     async def start(self) -> None:
-        """Start all workers; returns when every rank takes work.
+        """Start all workers; returns when of each as many ranks take work as its group needs.
 
         Raises ServeError as soon as one ends, or when the time is over.
         """

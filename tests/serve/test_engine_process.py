@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from smg.serve.process import TAIL, EngineProcess, group_members
+from smg.serve.guard import Guard, group_members
+from smg.serve.process import TAIL, EngineProcess
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -37,11 +38,12 @@ class Lines:
 async def run():
     """Start a Python script as an engine process: `process, lines = run(text)`."""
     started = []
+    guard = Guard(0)
 
     def start(script):
         lines = Lines()
         command = [sys.executable, "-S", "-E", "-c", script]
-        process = EngineProcess(command, ENVIRONMENT, "/", lines)
+        process = EngineProcess(command, ENVIRONMENT, "/", lines, guard)
         started.append(process)
         return process, lines
 
@@ -49,6 +51,7 @@ async def run():
     for process in started:
         await process.end(0)
         assert group_members(process.pid) == []
+    guard.close()
 
 
 async def test_its_exit_code_is_told(run):
@@ -128,7 +131,7 @@ async def test_an_end_can_be_asked_for_again(run):
 
 async def test_a_command_that_is_none_is_an_error():
     with pytest.raises(OSError, match="nowhere"):
-        EngineProcess(["/nowhere/python"], ENVIRONMENT, "/", print)
+        EngineProcess(["/nowhere/python"], ENVIRONMENT, "/", print, None)
 
 
 CHILD = """

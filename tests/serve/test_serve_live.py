@@ -3,13 +3,14 @@
 import os
 import re
 import signal
+import time
 
 import openai
 import pytest
 from serve_process import ServeProcess
 
 from smg.serve import ports
-from smg.serve.process import group_members
+from smg.serve.guard import group_members
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -172,6 +173,22 @@ def test_an_engine_that_ends_during_start_up_ends_the_launch_at_once_with_its_la
     at = process.lines.index(error)
     assert process.lines[at + 1 : at + 21] == [f"  line {number}" for number in range(10, 30)]
     assert process.left_files() == []
+
+
+@pytest.mark.slow
+def test_engines_end_also_when_serve_is_killed(start):
+    process = start("--data-parallel-size", "2", "--worker-shutdown-timeout-secs", "5")
+    process.wait_ready()
+    engines = [process.worker_pid(worker) for worker in (0, 1)]
+    process.stop(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(map(group_members, engines)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    again = start("--data-parallel-size", "2")  # what it left in the directory is no hindrance
+    again.wait_ready()
+    assert again.stop() == 0
+    assert again.left_files() == []
 
 
 # ------------------------------------------------------------ logs

@@ -16,8 +16,8 @@ from smg.mock import Simulator
 from smg.serve import restarts, supervisor
 from smg.serve.console import EngineLogs
 from smg.serve.errors import ServeError
+from smg.serve.guard import Guard, group_members
 from smg.serve.plan import WorkerPlan
-from smg.serve.process import group_members
 from smg.serve.restarts import Restarts
 from smg.serve.supervisor import Policy, Supervisor
 
@@ -67,13 +67,15 @@ class Said:
 class Rig:
     """Workers, each a stand-in process and a group; `play` makes a simulator dial as a worker's ranks."""
 
-    def __init__(self, directory, scripts, ranks, policy):
+    def __init__(self, directory, scripts, ranks, min_ready, policy):
         self.console = Said()
+        self.guard = Guard(0)
         self.groups = [
             smg.EngineGroup(
                 f"ipc://{directory}/engine-{index}",
                 backend="tokenspeed",
                 ranks=ranks,
+                min_ready=min_ready,
                 handshake_address="tcp://127.0.0.1:0",
             )
             for index in range(len(scripts))
@@ -96,7 +98,12 @@ class Rig:
             "startup_timeout": 20.0, "restart": True, "restart_limit": 3, "restart_window": 60.0, "end_grace": 5.0
         }  # fmt: skip
         self.supervisor = Supervisor(
-            self.plans, self.groups, Policy(**{**given, **policy}), self.console, EngineLogs(None, self.console)
+            self.plans,
+            self.groups,
+            Policy(**{**given, **policy}),
+            self.console,
+            EngineLogs(None, self.console),
+            self.guard,
         )
         self._simulators = []
 
@@ -117,6 +124,7 @@ class Rig:
 
     async def close(self):
         await self.supervisor.stop()
+        self.guard.close()
         for simulator in self._simulators:
             simulator.close()
         for group in self.groups:
@@ -130,8 +138,8 @@ async def rig(ipc_dir, monkeypatch):
     monkeypatch.setattr(supervisor, "WATCH", 0.02)
     async with AsyncExitStack() as stack:
 
-        def make(*scripts, ranks=1, **policy):
-            made = Rig(ipc_dir, scripts, ranks, policy)
+        def make(*scripts, ranks=1, min_ready=None, **policy):
+            made = Rig(ipc_dir, scripts, ranks, min_ready, policy)
             stack.push_async_callback(made.close)
             return made
 
@@ -150,6 +158,14 @@ async def test_a_start_is_over_when_every_rank_takes_work(rig):
     await made.play(1)
     await starting
     assert made.console.shown[-1] == ["ready"] * 4
+
+
+async def test_a_start_is_over_when_a_group_has_the_ranks_that_it_needs(rig):
+    made = rig(RUN, ranks=2, min_ready=1)
+    starting = asyncio.ensure_future(made.supervisor.start())
+    await made.play(ranks=1)
+    await starting
+    assert made.console.shown[-1] == ["ready", "spawned"]
 
 
 async def test_a_rank_is_seen_spawned_then_to_say_hello_then_loading(rig):
