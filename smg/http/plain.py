@@ -25,6 +25,7 @@ _framing = frozenset(
         "transfer-encoding", "upgrade",
     )
 )  # fmt: skip
+_USUAL = ("connection", "keep-alive")  # what HTTP/1.1 does anyway, and what many clients say
 
 
 class Headers(dict[str, str]):
@@ -70,10 +71,10 @@ def recognise(data: bytes, paths: Container[str], longest_body: int, protocol: A
     headers = Headers()
     for line in found[2].decode("ascii").split("\r\n")[:-1]:
         name, _, value = line.partition(":")
-        name = name.lower()
-        if name in headers or name in _framing:
+        name, value = name.lower(), value.strip(" \t")
+        if name in headers or (name in _framing and (name, value.lower()) != _USUAL):
             return None
-        headers[name] = value.strip(" \t")
+        headers[name] = value
     if headers.get("content-length") != str(size) or "host" not in headers:
         return None
     return PlainRequest(path, headers, data[found.end() :], protocol)

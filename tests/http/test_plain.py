@@ -31,6 +31,13 @@ def test_a_plain_post_is_recognised_with_its_headers_and_body():
     assert found.headers.get("Cookie") is None
 
 
+@pytest.mark.parametrize("value", ["keep-alive", "Keep-Alive "])
+def test_a_client_may_say_that_it_keeps_the_connection(value):
+    found = recognise(request(f"Connection: {value}"), PATHS, 100, None)
+    assert found is not None
+    assert found.keep_alive
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -40,6 +47,9 @@ def test_a_plain_post_is_recognised_with_its_headers_and_body():
         request(path=CHAT + "?a=b"),
         request("Transfer-Encoding: chunked"),
         request("Connection: close"),
+        request("Connection: keep-alive, TE"),
+        request("Connection: keep-alive", "Connection: keep-alive"),
+        request("Keep-Alive: timeout=5"),
         request("Expect: 100-continue"),
         request("Content-Encoding: gzip"),
         request("Upgrade: websocket"),
@@ -100,7 +110,7 @@ def test_plain_and_parsed_requests_get_the_same_answer(serve, parsed):
     served = serve()
     body = json.dumps(BODY).encode()
     answers = []
-    for headers in ((), ("Connection: keep-alive",)):
+    for headers in ((), ("TE: trailers",)):
         with served.dial() as raw:
             raw.post(CHAT, body, "X-Request-Id: same", *headers)
             answer = raw.until(b"}}")
