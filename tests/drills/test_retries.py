@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 import pytest
 from serving import BODY, CHAT, STREAM, wait_until
+
+from smg.http import launch
 
 LONG = {"max_tokens": 8, "seed": 5}
 
@@ -154,3 +157,14 @@ def test_a_client_that_leaves_after_a_retry_aborts_at_the_new_rank(serve):
         "rids": [new["rid"]],
     }
     wait_until(lambda: served.group.requests == 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [([], 5), (["--retry-max-retries", "2"], 2), (["--retry-max-retries", "2", "--disable-retries"], 0)],
+)
+def test_the_command_line_says_how_often(flags, most):
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    always = ["--worker-urls", "ipc:///run/x", "--backend", "tokenspeed", "--model-path", "m"]
+    assert launch.service_options(parser.parse_args([*always, *flags])).front.max_retries == most
