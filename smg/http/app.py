@@ -72,12 +72,16 @@ class App:
             exchange.status, exchange.code = CLIENT_CLOSED, "client_closed"
             raise
         except Exception as exc:
-            error = describe(exc)
-            if error.status == 500:
-                log.error("%s %s failed", request.method, exchange.path, exc_info=exc)
-            return exchange.refuse(error)
+            return self._failed(exchange, exc)
         finally:
             self.front.metrics.answered(request.method, exchange, time.monotonic() - exchange.arrived)
+
+    def _failed(self, exchange: Exchange, exc: Exception) -> web.StreamResponse:
+        """Answer with what went wrong. A frame that `exc` went through must not hold the error, or both need a gc."""
+        error = describe(exc)
+        if error.status == 500:
+            log.error("%s %s failed", exchange.request.method, exchange.path, exc_info=exc)
+        return exchange.refuse(error)
 
     def _route(self, method: str, path: str) -> Route:
         route = self._routes.get(method, {}).get(path)
@@ -146,7 +150,7 @@ class App:
             if completion.wire is not None and completion.wire.started:
                 return exchange.sent()
             if completion.error is not None:
-                raise completion.error
+                return exchange.refuse(completion.error)
             answer = completion.shape.body(completion.choices)
             return exchange.answer(answer, more=completion.rank_header)
         except InvalidRequest as exc:

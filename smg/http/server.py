@@ -168,14 +168,13 @@ async def read_body(request: web.BaseRequest | PlainRequest, timeout: float) -> 
     if isinstance(request, PlainRequest):
         return request.body
     limit = request.client_max_size
-    too_long = ApiError(413, "body_too_large", f"the body is longer than {limit} bytes")
     if (request.content_length or 0) > limit:
-        raise too_long
+        raise _too_long(limit)
     reading = _parts_of(request.content, limit)
     try:
         body = await (reading if request.content.is_eof() else asyncio.wait_for(reading, timeout))
         if body is None:
-            raise too_long
+            raise _too_long(limit)
         return body
     except (asyncio.TimeoutError, TimeoutError):
         raise ApiError(408, "body_timeout", f"the body was not complete within {timeout:g} s") from None
@@ -183,6 +182,10 @@ async def read_body(request: web.BaseRequest | PlainRequest, timeout: float) -> 
         raise ApiError(400, "bad_http_request", f"the body cannot be read: {exc}") from None
     except ConnectionError:
         raise ApiError(499, "client_closed", "the client left before its body was complete") from None
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"the body is longer than {limit} bytes")
 
 
 async def _parts_of(content: Any, limit: int) -> bytes | None:

@@ -14,6 +14,7 @@ from serving import BODY, CHAT, STREAM, TEXT, wait_until
 from smg.http.chat import ChatShape
 from smg.http.completion import Completion
 from smg.http.errors import ApiError
+from smg.http.exchange import Exchange
 from smg.http.front import FAST_INLINE_BYTES
 
 # ------------------------------------------------------------ who may ask
@@ -306,20 +307,31 @@ def test_the_metrics_port_has_metrics_only(serve):
 # ------------------------------------------------------------ what a request leaves behind
 
 
-@pytest.mark.parametrize("body", [BODY, STREAM, BODY | {"n": 3}, STREAM | {"stop": "e", "max_tokens": 500}])
-def test_a_request_leaves_nothing_for_the_collector(serve, body):
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [
+        (BODY, b'"usage"'),
+        (STREAM, b"[DONE]"),
+        (BODY | {"n": 3}, b'"usage"'),
+        (STREAM | {"stop": "e", "max_tokens": 500}, b"[DONE]"),
+        (BODY | {"temperature": 9}, b"invalid_value"),
+        (BODY | {"model": "nobody"}, b"model_not_found"),
+        (BODY | {"priority": 1}, b"invalid_value"),
+    ],
+)
+def test_a_request_leaves_nothing_for_the_collector(serve, body, end):
     served = serve()
 
-    def completions():
-        return [found for found in gc.get_objects() if isinstance(found, Completion)]
+    def left():
+        return [found for found in gc.get_objects() if isinstance(found, Completion | Exchange)]
 
     gc.collect()
     gc.disable()
     try:
         with served.dial() as raw:
             raw.post(CHAT, body)
-            raw.until(b"[DONE]" if "stream" in body else b'"usage"')
-            wait_until(lambda: not completions())
+            raw.until(end)
+            wait_until(lambda: not left())
     finally:
         gc.enable()
 
