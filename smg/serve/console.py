@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smg.serve.errors import ServeError
 
@@ -93,10 +93,10 @@ class PlainConsole:
         self._told: dict[tuple[int, int], float] = {}
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        _write_line(sys.stdout, text)
 
     def engine(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        _write_line(sys.stderr, line)
 
     def show(self, ranks: Sequence[RankProgress]) -> None:
         for rank in ranks:
@@ -111,6 +111,11 @@ class PlainConsole:
     def settle(self) -> None:
         self._shown.clear()
         self._told.clear()
+
+
+def _write_line(stream: TextIO, text: str) -> None:
+    stream.write(f"{text}\n")  # at once, since several threads do
+    stream.flush()
 
 
 class LiveConsole:
