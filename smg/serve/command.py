@@ -98,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--worker-restart",
         choices=["on-failure", "never"],
         default="on-failure",
-        help="what to do when a worker ends that was not told to (default on-failure: start it again)",
+        help="what to do when a worker ends that was not told to, whatever its exit code (default on-failure: start "
+        "it again)",
     )
     workers.add_argument(
         "--worker-restart-limit",

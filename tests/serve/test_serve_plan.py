@@ -177,6 +177,14 @@ def test_router_options_are_taken_with_the_rust_gateways_prefix_too(serve):
     assert "--router" not in out
 
 
+def test_help_names_every_option_that_is_serves_own(serve):
+    status, out, _ = serve("--help")
+    assert status == 0
+    own = ["--worker-python", "--worker-restart", "--log-dir", "--dry-run", "--data-parallel-size", "--policy"]
+    assert all(f"\n  {option}" in out for option in own)
+    assert "--disable-circuit-breaker" not in out  # taken, but means nothing here
+
+
 def test_the_defaults_are_the_rust_gateways(serve, monkeypatch):
     monkeypatch.setenv("SMG_DEFAULT_BACKEND", "mock")
     _, out, _ = serve("--model", "org/M", "--dry-run")
