@@ -24,7 +24,7 @@ ROOT = Path(smg.__file__).parents[1]
 
 def command(*arguments: str, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "smg", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -33,6 +33,20 @@ def command(*arguments: str, **options) -> subprocess.Popen:
         start_new_session=True,
         **options,
     )
+    _started.append(process)
+    return process
+
+
+_started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running():
+    """Also when a test fails midway."""
+    yield
+    while _started:
+        with _started.pop() as process:
+            process.kill()
 
 
 def finish(process: subprocess.Popen, timeout: float = 20) -> tuple[int, str, str]:
