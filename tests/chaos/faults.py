@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from tests.drills.fleet import Nursery
 
 KILLED = (0, 1)  # ranks with a process each, which the operating system kills and stops
 STEERED = (2, 3)  # ranks of one process that does as it is told
+PATIENCE = 20.0  # seconds for ranks to come back
 
 
 class Faults:
@@ -49,22 +51,27 @@ class Faults:
             self.impostor, self.connections,
         ]  # fmt: skip
         kind = self.rng.choice(kinds)
-        try:
-            kind()
-        except ValueError:
-            return f"{kind.__name__}, but that rank has not come back yet"
+        kind()
         self.done[kind.__name__] += 1
         return kind.__name__
 
     def repair(self) -> None:
+        """Raises TimeoutError when a rank does not come back."""
         while self._repairs:
             self._repairs.pop()()
+        until = time.monotonic() + PATIENCE
+        while self.group.live < len(KILLED) + len(STEERED):
+            if time.monotonic() > until:
+                raise TimeoutError(f"not all ranks came back: {self.group.ranks}")
+            time.sleep(0.005)
 
     def close(self) -> None:
-        self.repair()
         self._steered.close()
         for pid in self._pids.values():
-            os.kill(pid, signal.SIGKILL)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it was to be killed, and nothing has replaced it yet
         self._nursery.close()
         self._context.destroy(0)
 

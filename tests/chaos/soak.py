@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,9 +43,10 @@ class Sample:
     seconds: float  # since the load began
     memory: int  # bytes, resident
     descriptors: int
-    threads: int
+    threads: list[str]  # names
     tasks: int  # of the HTTP front's loop
     connections: int  # HTTP
+    live: int  # ranks
     in_flight: int  # requests
     slots: tuple[int, int, int, int]  # allocated, free, live, ended but not taken
     ended: int  # requests, so far
@@ -101,9 +103,10 @@ def sample(served: Served, ledger: Ledger, faults: Faults, began: float) -> Samp
         seconds=time.monotonic() - began,
         memory=int(Path("/proc/self/statm").read_text().split()[1]) * PAGE,
         descriptors=len(os.listdir("/proc/self/fd")),
-        threads=len(os.listdir("/proc/self/task")),
+        threads=sorted(name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")),
         tasks=served.on_loop(lambda: len(asyncio.all_tasks())),
         connections=served.service._servers[0].open_connections,
+        live=served.group.live,
         in_flight=served.group.requests,
         slots=served.group._core.slots,
         ended=sum(ledger.outcomes.values()),
@@ -131,7 +134,7 @@ def soak(directory: Path, seconds: float, seed: int = 1, say: Callable[[str], ob
                     time.sleep(max(0.0, int(passed) + 1 - (time.monotonic() - began)))
                     found.samples.append(sample(served, ledger, faults, began))
                     say(f"{found.samples[-1]} {what}")
-            faults.repair()
+                faults.repair()
             found.after = rest(served, ledger, faults, began, found.before)
             found.counters = served.group.counters
             if load.failure is not None:
@@ -150,8 +153,10 @@ def rest(served: Served, ledger: Ledger, faults: Faults, began: float, before: S
     until = time.monotonic() + 20
     while True:
         now = sample(served, ledger, faults, began)
-        quiet = now.in_flight == now.connections == 0 and served.group.live == 4
-        if (quiet and (before is None or now.descriptors <= before.descriptors)) or time.monotonic() > until:
+        quiet = now.in_flight == now.connections == 0
+        if before is not None:
+            quiet = quiet and now.descriptors <= before.descriptors and len(now.threads) <= len(before.threads)
+        if quiet or time.monotonic() > until:
             return now
         time.sleep(0.1)
 
@@ -162,10 +167,14 @@ def unlike(found: Soak) -> list[str]:
     assert before is not None
     assert after is not None
     wrong = []
-    for name in ("descriptors", "threads", "tasks", "connections", "in_flight"):
+    for name in ("descriptors", "tasks", "connections", "in_flight"):
         was, now = getattr(before, name), getattr(after, name)
         if now > was:
             wrong.append(f"{name}: {was} before the load, {now} after it")
+    if more := Counter(after.threads) - Counter(before.threads):
+        wrong.append(f"threads: more than before the load by {dict(more)}")
+    if after.live != before.live:
+        wrong.append(f"live ranks: {before.live} before the load, {after.live} after it")
     _, _, live, untaken = after.slots
     if live or untaken:
         wrong.append(f"slots at rest: {live} live, {untaken} not taken")
