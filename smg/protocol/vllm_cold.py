@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgpack
-import numpy as np
 
 LOGPROBS, PROMPT_LOGPROBS, KV_TRANSFER = range(3)  # ColdKind in _frame.pxd
 _BIN32 = 0xC6  # the header of an array's data
@@ -69,6 +68,8 @@ def _entries(spans: bytes, kind: int) -> Iterator[tuple[Any, Iterator[bytes]]]:
 
 
 def _numbers(array: list[Any], bins: Iterator[bytes]) -> list[list[Any]]:
+    import numpy as np  # here, since a server that is never asked for logprobs need not hold its 10 MB
+
     dtype, shape, data = array
     content = data.data if isinstance(data, msgpack.ExtType) else next(bins)
     rows: list[list[Any]] = np.frombuffer(content, np.dtype(dtype)).reshape(shape).tolist()
