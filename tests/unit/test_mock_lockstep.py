@@ -299,6 +299,7 @@ def test_a_rank_that_came_back_alone_is_no_peer(start: Start) -> None:
     group.registration(1)
     group.mock.wait_live(1)
     group.start_wave(1)
+    group.mock.wait_for("wave", rank=1)
     group.mock.wait_dead(0)
     assert group.state(1) == (1, False)  # it waits for a peer of its own
 
@@ -364,7 +365,10 @@ def test_a_member_heeds_waves_from_its_own_on() -> None:
 
 
 class Router:
-    """What a frontend of a lockstep group has to do: a wave for every submit, to every rank, newer than any."""
+    """What a frontend of a lockstep group has to do.
+
+    It starts a wave for every submit, and again when a rank parks beside a request: on every rank, newer than any.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -377,8 +381,7 @@ class Router:
     def submit(self, rid: str, rank: int, *, wake: bool = True) -> None:
         self.group.add(rid, rank)
         if wake:
-            self.clock += 1
-            self.group.start_wave(self.clock)
+            self.wake()
 
     def run_until(self, rid: str) -> bool:
         """Take outputs until a request is done. False when nothing comes any more."""
@@ -391,7 +394,13 @@ class Router:
                 self.done.update(row.rid for row in out.rows if row.finish_reason)
                 if out.wave is not None:
                     self.clock = max(self.clock, out.wave[1] + 1)
+                    if rid not in self.done:  # this rank may have parked with the start that was meant for the request
+                        self.wake()
         return True
+
+    def wake(self) -> None:
+        self.clock += 1
+        self.group.start_wave(self.clock)
 
 
 def test_no_wake_up_is_lost_when_every_submit_starts_a_new_wave(start: Start) -> None:
@@ -402,7 +411,6 @@ def test_no_wake_up_is_lost_when_every_submit_starts_a_new_wave(start: Start) ->
         router.submit(rid, draw.randrange(2))
         # Its last token comes up to 15 steps before the group parks: the next submit meets it at any moment.
         assert router.run_until(rid), f"request {turn} hangs"
-    assert router.group.mock.stats(0)["stale"] == router.group.mock.stats(1)["stale"] == 0
 
 
 def test_a_wake_up_that_is_left_out_because_the_group_seems_to_run_is_lost(start: Start) -> None:
