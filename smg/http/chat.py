@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smg._sse import Choice, escape
 from smg.http.errors import ApiError, invalid, unsupported
-from smg.http.job import Job, candidates, decoding
+from smg.http.job import Job, candidates, decoding, sampled_candidate
 from smg.http.render import Timings, chat_logprobs, matched_json, response_usage, usage_json
 from smg.http.requests import ChatRequest, Limits
 
@@ -73,6 +73,7 @@ def chat_job(request: ChatRequest, model: ModelTokenizer, limits: Limits, backen
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         logprobs=bool(request.logprobs),
+        sampled_candidate=sampled_candidate(request.top_logprobs, backend),
         continues_prompt=continues,
     )
 
@@ -163,7 +164,7 @@ class ChatShape:
             self._chunk,
             choice.index,
             escape(text),
-            chat_logprobs(self._model.table, entries) if entries else b"null",
+            self._logprobs(entries) if entries else b"null",
             self._usage_tail(choice),
         )
 
@@ -175,6 +176,9 @@ class ChatShape:
             matched_json(choice),
             self._usage_tail(choice),
         )
+
+    def _logprobs(self, entries: list[Any]) -> bytes:
+        return chat_logprobs(self._model.table, entries, self._job.sampled_candidate)
 
     def _usage_tail(self, choice: Choice) -> bytes:
         if not self._job.continuous_usage:
@@ -200,7 +204,7 @@ class ChatShape:
                 % (
                     choice.index,
                     escape(choice.whole_text),
-                    b"null" if entries is None else chat_logprobs(self._model.table, entries),
+                    b"null" if entries is None else self._logprobs(entries),
                     (choice.finish_reason or "").encode(),
                     matched_json(choice),
                 )

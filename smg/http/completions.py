@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smg._sse import Choice, escape
 from smg.http.errors import ApiError, invalid, unsupported
-from smg.http.job import Job, candidates, decoding
+from smg.http.job import Job, candidates, decoding, sampled_candidate
 from smg.http.render import TextLogprobs, Timings, matched_json, response_usage, usage_json
 from smg.http.requests import CompletionRequest, Limits, token_lists
 
@@ -57,6 +57,7 @@ def completion_job(request: CompletionRequest, model: ModelTokenizer, limits: Li
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         logprobs=request.logprobs is not None,
+        sampled_candidate=sampled_candidate(request.logprobs, backend),
         continues_prompt=True,
         echo=None if echo is None else [text.encode("utf-8", "surrogatepass") for text in echo],
         suffix=(request.suffix or "").encode("utf-8", "surrogatepass"),
@@ -130,7 +131,7 @@ class CompletionShape:
     def _logprobs_json(self, choice: Choice, entries: list[Any]) -> bytes:
         writer = self._logprobs.get(choice.index)
         if writer is None:
-            writer = self._logprobs[choice.index] = TextLogprobs(self._model.table)
+            writer = self._logprobs[choice.index] = TextLogprobs(self._model.table, self._job.sampled_candidate)
         return writer.json(entries)
 
     def closing(self, choices: Sequence[Choice]) -> bytes | None:

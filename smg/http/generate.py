@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from smg._sse import Choice, escape
 from smg.http.completions import read_prompts
 from smg.http.errors import ApiError, invalid
-from smg.http.job import Job, candidates, decoding
-from smg.http.render import Timings, encode, finite
+from smg.http.job import Job, candidates, decoding, sampled_candidate
+from smg.http.render import Timings, encode, finite, likeliest
 from smg.http.requests import GenerateRequest, Limits, NativeSampling, refuse, refused_fields
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def generate_job(request: GenerateRequest, model: ModelTokenizer, limits: Limits
         priority=request.priority or 0,
         stream=bool(request.stream),
         logprobs=bool(request.return_logprob),
+        sampled_candidate=sampled_candidate(request.top_logprobs_num, backend),
         continues_prompt=True,
         native=True,
         listed=several or n > 1,
@@ -127,9 +128,10 @@ class GenerateShape:
             meta["output_token_logprobs"] = [
                 [finite(logprob), token, self._text(token)] for token, logprob, _ in choice.logprobs
             ]
-            if self._job.decodings[0].params.logprobs:
+            if self._job.decodings[0].params.logprobs or self._job.sampled_candidate:
+                tops = (likeliest(entry, self._job.sampled_candidate) for entry in choice.logprobs)
                 meta["output_top_logprobs"] = [
-                    [[finite(value), token, self._text(token)] for token, value in top] for _, _, top in choice.logprobs
+                    [[finite(value), token, self._text(token)] for token, value in top] for top in tops
                 ]
         return meta
 

@@ -48,6 +48,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     logprobs: bool = False
+    sampled_candidate: bool = False  # the sampled token is the one candidate that was asked for
     continues_prompt: bool = False  # the text goes on where the prompt's ends
     # Per prompt, text around the answer.
     echo: list[bytes] | None = None
@@ -183,6 +184,11 @@ def _prepared(model: ModelTokenizer, strings: tuple[str, ...]) -> tuple[StopStri
     return StopStrings(strings), single
 
 
+def sampled_candidate(wanted: int | None, backend: str) -> bool:
+    """Whether the one likeliest token that is asked for is the sampled one, since the engine names no others."""
+    return wanted == 1 and backend in SAMPLED_LOGPROB_ONLY
+
+
 def candidates(wanted: int | None, backend: str) -> int | None:
     """`SamplingParams.logprobs` for a wish for this many likeliest tokens."""
-    return 0 if wanted == 1 and backend in SAMPLED_LOGPROB_ONLY else wanted
+    return 0 if sampled_candidate(wanted, backend) else wanted

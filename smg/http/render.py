@@ -78,32 +78,38 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-def chat_logprobs(table: TokenTable, entries: Iterable[Any]) -> bytes:
-    """`logprobs` of a chat choice from (token_id, logprob, top) triples."""
+def likeliest(entry: Any, sampled: bool) -> list[tuple[int, float]]:
+    """The likeliest tokens of a (token_id, logprob, top) triple: the sampled one, where the engine names no others."""
+    return [entry[:2]] if sampled else entry[2]
+
+
+def chat_logprobs(table: TokenTable, entries: Iterable[Any], sampled: bool) -> bytes:
+    """`logprobs` of a chat choice from (token_id, logprob, top) triples; `sampled` as for `likeliest`."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         raw = table.bytes_of(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
 
     content = []
-    for token, logprob, top in entries:
-        content.append(one(token, logprob) | {"top_logprobs": [one(*pair) for pair in top]})
+    for entry in entries:
+        content.append(one(*entry[:2]) | {"top_logprobs": [one(*pair) for pair in likeliest(entry, sampled)]})
     return encode({"content": content})
 
 
 class TextLogprobs:
     """`logprobs` of a text completion's choice, whose `text_offset`s go on from part to part."""
 
-    def __init__(self, table: TokenTable, start: int = 0) -> None:
-        self._table, self._offset = table, start
+    def __init__(self, table: TokenTable, sampled: bool) -> None:
+        self._table, self._sampled, self._offset = table, sampled, 0
 
     def json(self, entries: Iterable[Any]) -> bytes:
         tokens, logprobs, tops, offsets = [], [], [], []
-        for token, logprob, top in entries:
+        for entry in entries:
+            token, logprob, _ = entry
             text = self._text(token)
             tokens.append(text)
             logprobs.append(finite(logprob))
-            tops.append({self._text(other): finite(value) for other, value in top})
+            tops.append({self._text(other): finite(value) for other, value in likeliest(entry, self._sampled)})
             offsets.append(self._offset)
             self._offset += len(text)
         return encode({"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets})

@@ -174,6 +174,7 @@ def test_chat_logprobs_name_every_token(served):
     assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
     assert all(entry["logprob"] <= 0 for entry in content)
     assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
+    assert all([top["token"] for top in entry["top_logprobs"]] == [entry["token"]] for entry in content)
 
 
 def test_streamed_logprobs_lose_no_token(served):
@@ -414,3 +415,13 @@ def test_the_openapi_document_names_every_path(served):
     schema = document["components"]["schemas"]["ChatRequest"]
     assert schema["required"] == ["messages"]
     assert schema["properties"]["temperature"]["anyOf"][0]["maximum"] == 2
+
+
+def test_one_candidate_is_the_sampled_token_where_the_engine_names_no_others(served):
+    found = served.ask(TEXT, {"prompt": "Hi", "max_tokens": 3, "logprobs": 1}).json["choices"][0]["logprobs"]
+    assert found["top_logprobs"] == [
+        {token: value} for token, value in zip(found["tokens"], found["token_logprobs"], strict=True)
+    ]
+    native = {"text": "Hi", "sampling_params": {"max_new_tokens": 3}, "return_logprob": True, "top_logprobs_num": 1}
+    meta = served.ask("/generate", native).json["meta_info"]
+    assert meta["output_top_logprobs"] == [[entry] for entry in meta["output_token_logprobs"]]
