@@ -332,13 +332,16 @@ cdef class Core:
         start_wave(&self.table, &self.pump.zmq)
         pthread_mutex_unlock(&self.table.mutex)
 
-    def call(self, uint32_t rank, bytes payload) -> bool:
-        """Queue a utility call for a rank. False when the rank takes no messages now. Any thread may call it."""
+    def call(self, uint32_t rank, bytes payload, uint8_t type_byte=TYPE_UTILITY) -> bool:
+        """Queue a message, by default a utility call, for a rank.
+
+        False when the rank takes no messages now. Any thread may call it.
+        """
         cdef size_t size = len(payload)
         cdef Rank *called = &self.table.ranks[rank]
         cdef bint taken
         self.usable()
-        cdef Message *message = new_message(&self.pump.zmq, TYPE_UTILITY, size)
+        cdef Message *message = new_message(&self.pump.zmq, type_byte, size)
         if message == NULL:
             raise MemoryError
         memcpy(self.pump.zmq.msg_data(&message.payload), <const char *>payload, size)

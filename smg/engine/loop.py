@@ -42,6 +42,7 @@ _STATES = list(State)  # Core numbers the states in this order
 _DRAIN_POLL = 0.02  # seconds between looks at a draining rank
 _IDLE = 3600.0  # seconds the pump may stay away when nothing is due
 _EVENT = _fastpath.EventKind
+_ABORT, _NOBODY = 1, b"\x90"  # an ABORT of no request, which every engine takes and ignores
 
 
 @dataclass(slots=True)
@@ -89,6 +90,7 @@ class Loop:
         self._sockets: list[Sockets | None] = [None] * ranks
         self._dialed: dict[int, int] = {}  # rank -> descriptor of the connection of its last HELLO
         self._unready: dict[int, int] = {}  # the same of ranks whose READY has not come
+        self._asked: dict[int, int] = {}  # rank -> its incarnation that was sent something to see if it is there
         self._noted: set[tuple[int, str]] = set()
         self._commands: list[Callable[[], None]] = []
         self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
@@ -248,6 +250,8 @@ class Loop:
         for rank, incarnation in silent.items():
             if self.lives[rank].state is State.HELLO:
                 self._handle(rank, Event.LOST, incarnation=incarnation, why="hung up before it was READY")
+        if silent:
+            self._serve_handshake()  # an INIT to a successor can have swallowed the signal of the next HELLO
 
     def _closed_connections(self) -> Iterator[int]:
         """The descriptors of handshake connections that their dialers have closed since the last look."""
@@ -342,6 +346,10 @@ class Loop:
                 self._note(rank, why or life.fault, "rank %d: refused: %s", rank, why or life.fault)
             elif action is Action.KEEP_HELLO:
                 self._note(rank, "claimed", "rank %d is claimed by a second process; it waits for the first", rank)
+                # The first may have gone before it connected its output, whose end would tell. A send tells, too.
+                if self._asked.get(rank) != incarnation:
+                    self._asked[rank] = incarnation
+                    self.core.call(rank, _NOBODY, _ABORT)
             elif action is Action.END_REQUESTS:  # done by the pump, after it had read the output socket out
                 _log.warning("rank %d %s; its requests were ended", rank, why)
             elif action is Action.UNBIND:

@@ -91,6 +91,22 @@ def test_a_rank_that_vanishes_in_its_handshake_holds_up_nobody(open_group, dial,
             assert tokens_of(group.submit(PROMPT, short(), rank=0)) == successor.reply(7, 5)
 
 
+def test_a_rank_that_goes_before_it_connects_its_output_makes_way_for_its_successor(open_group, dial):
+    group = open_group(ranks=1)
+    gone = dial(group, 0)
+    gone.hello()
+    init = handshake.decode_init(gone.handshake.recv())
+    gone.input = gone._dealer(handshake.identity(0))
+    gone.input.connect(init.inputs[0])
+    gone.register()
+    gone.ready()
+    group.wait_ready(10)
+    gone.close()
+    with simulate(group, ranks=1) as successor:
+        wait_until(lambda: (group.ranks[0].incarnation, states(group)) == (2, ["live"]))
+        assert tokens_of(group.submit(PROMPT, short())) == successor.reply(7, 5)
+
+
 def test_a_rank_that_is_ready_and_hangs_up_there_is_awaited(open_group, dial):
     group = open_group(ranks=1)
     rank = dial(group, 0)
@@ -118,6 +134,7 @@ def test_a_rank_that_says_everything_twice_is_one_rank(open_group, dial):
     wait_until(lambda: group._loop.lives[0].unexpected == 2)
     assert (states(group), group.ranks[0].incarnation) == (["live"], 1)
     stream = group.submit(PROMPT, short())
+    assert twice.input.recv_multipart() == [b"\x01", b"\x90"]  # an ABORT of nobody, to see that it is there
     kind, payload = twice.input.recv_multipart()
     assert kind == b"\x00"
     assert stream.request_id.encode() in payload
@@ -281,11 +298,12 @@ def test_only_a_sentinel_that_is_the_whole_message_is_a_death(make_group, idle, 
     streams = [group.submit(PROMPT, short(seed), rank=seed) for seed in (0, 1)]
     mock.wait_for("add", count=2)
     how(mock)
-    mock.release()
+    mock.release(1)
     if dies:
         with pytest.raises(smg.RankDied):
             tokens_of(streams[0])
     else:
+        mock.release(0)
         assert tokens_of(streams[0]) == mock.reply(0, 5)
     assert tokens_of(streams[1]) == mock.reply(1, 5)
     assert states(group) == (["dead", "live"] if dies else ["live", "live"])
