@@ -26,7 +26,7 @@ import zmq
 
 from smg._outlets import Outlet, Output
 from smg.bench import frames
-from smg.bench.ranks import NEVER, CheapRanks, Ranks, groups_with_ranks
+from smg.bench.ranks import NEVER, Ranks, groups_with_ranks
 from smg.bench.simulator import IDS, Simulator
 from smg.engine.group import EngineGroup
 from smg.errors import Overloaded
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1)
     args = parser.parse_args()
     if args.kind in ON_GROUPS:
-        with groups_with_ranks(args.engine, args.groups, args.ranks, args.step_ms) as (groups, ranks):
+        with groups_with_ranks(args.engine, args.groups, args.ranks) as (groups, ranks):
             run(rounds(partial(ON_GROUPS[args.kind], groups), Measured(ranks, args.step_ms), args), args.loop)
         return
     with ExitStack() as stack:
@@ -238,7 +238,7 @@ def main() -> None:
         pull.setsockopt(zmq.RCVHWM, 0)
         pull.bind(f"ipc://{directory}/out")
         simulator = stack.enter_context(Simulator(f"ipc://{directory}/out", plain=True, start_at=NEVER))
-        measured = Measured([CheapRanks(simulator)], args.step_ms)
+        measured = Measured([Ranks(simulator)], args.step_ms)
         work = partial(ON_A_SOCKET[args.kind], pull)
         fill = partial(simulator.call, "fill", count=args.streams)
         run(rounds(work, measured, args, lambda tokens: fill(limit=tokens)), args.loop)

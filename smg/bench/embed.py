@@ -42,8 +42,7 @@ def consumers(plan: Plan) -> Iterator[Measurement]:
     for engine in plan.engines:
         for pace, step_ms, tokens in paces:
             for loop in ("asyncio", "uvloop"):
-                # vLLM's simulator is Python, so that unthrottled it would be what is measured; its server has uvloop
-                if engine == "tokenspeed" or (pace, loop) == ("paced", "uvloop"):
+                if engine == "tokenspeed" or loop == "uvloop":  # which vLLM's own server has
                     yield from _consumers(plan, engine, pace, loop, step_ms, tokens)
 
 

@@ -53,7 +53,13 @@ PICTURES = (
     ),
     Picture("cpu-per-token-ranks", r"scaling\.ranks\.\d+", "ranks", "ranks of the group", "µs CPU per token"),
     Picture("cpu-per-token-groups", r"scaling\.groups\.\d+", "groups", "groups", "µs CPU per token"),
-    Picture("delay-{0}-load", r"http\.paced\.\d+\.delay_(p\d+)", "streams", "streams", "ms from the engine's send"),
+    Picture(
+        "delay-{1}-streams-{0}",
+        r"http\.(\w+)\.paced\d+\.delay_(p\d+)",
+        "streams",
+        "streams, a token each every 10 ms",
+        "ms from the engine's send to the client",
+    ),
     Picture("{0}-rate", r"http\.open\.[\d.]+\.(\w+)", "rate", "requests per second", "ms"),
     Picture(
         "{1}-load-{0}",

@@ -22,6 +22,7 @@ RANKS, LOADS = (2, 4, 8, 16, 32, 64), (30, 50, 70, 90)
 QUICK_RANKS, QUICK_LOADS = (2, 8), (50, 70)
 SWEEP_RANKS, SWEEP_LOAD = 8, 70  # loads vary with this many ranks, ranks at this load
 SECONDS, QUICK_SECONDS = 120.0, 60.0
+DEFAULT_SHAPES = ("chat", "code")
 SEEDS = 2  # per repeat, since they are cheap
 WARM_UP = 0.2  # of a trace, not counted: the ranks begin empty
 SAMPLE = 20_000  # requests from which a shape's mean cost is taken
@@ -54,7 +55,7 @@ METRICS: dict[str, tuple[str, str, Callable[[Outcome], float]]] = {
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="kind of traffic (default: all)")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="kind of traffic (default: chat and code)")
     parser.add_argument("--load", type=int, action="append", metavar="PERCENT", help="offered load (default: several)")
     parser.add_argument(
         "--trace",
@@ -77,7 +78,7 @@ def measure(
     trace: Sequence[Arrival] | None = None,
 ) -> Iterator[Measurement]:
     engine = Engine()
-    for shape in ["trace"] if trace else shapes or list(SHAPES):
+    for shape in ["trace"] if trace else shapes or DEFAULT_SHAPES:
         for ranks, load in _cells(plan, loads):
             if plan.wants(f"policy.{shape}.ranks{ranks}.load{load}"):
                 yield from _cell(plan, shape, ranks, load, engine, trace)

@@ -5,83 +5,34 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 from smg.bench.simulator import Simulator
 from smg.engine.group import EngineGroup
-from smg.mock import SimulatorProcess, spawn
 
 NEVER = 1 << 30  # requests that never run at once
 
 
-class Ranks(Protocol):
+class Ranks:
     """Ranks of a group, in a process of their own. They hold at first."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
 
     def start(self, step_ms: float) -> None:
         """Make steps, until all requests have ended or `hold`."""
+        self._simulator.call("pace", step_ms=step_ms, start_at=1)
 
     def hold(self) -> None:
         """Take requests, make no steps."""
+        self._simulator.call("pace", step_ms=10, start_at=NEVER)
 
     def adds(self) -> int:
         """Requests that have arrived so far."""
-
-
-class CheapRanks:
-    """TokenSpeed's wire, from the simulator in C."""
-
-    def __init__(self, simulator: Simulator) -> None:
-        self.simulator = simulator
-
-    def start(self, step_ms: float) -> None:
-        self.simulator.call("pace", step_ms=step_ms, start_at=1)
-
-    def hold(self) -> None:
-        self.simulator.call("pace", step_ms=10, start_at=NEVER)
-
-    def adds(self) -> int:
-        return self.simulator.totals()["adds"]
-
-
-class MockRanks:
-    """Any engine's wire, from `smg mock`, whose pace is set when it starts."""
-
-    def __init__(self, process: SimulatorProcess) -> None:
-        self.process = process
-
-    def start(self, step_ms: float) -> None:
-        self.process.release()
-
-    def hold(self) -> None:
-        self.process.hold()
-
-    def adds(self) -> int:
-        return sum(self.process.stats(rank)["adds"] for rank in self.process.indexes)
-
-
-def mock_ranks(stack: ExitStack, address: str, engine: str, ranks: int, step_ms: float) -> MockRanks:
-    """`smg mock` on a handshake address; ends with the stack."""
-    process = stack.enter_context(
-        spawn(
-            "ipc:///nowhere/engine-31000",  # the address is given
-            handshake_address=address,
-            backend=engine,
-            ranks=ranks,
-            step_ms=step_ms,
-            max_running=4096,
-            prefill_chunk=1 << 22,
-            kv_pages=1 << 20,
-            hold=True,
-            record=False,
-        )
-    )
-    return MockRanks(process)
+        return self._simulator.totals()["adds"]
 
 
 @contextmanager
-def groups_with_ranks(
-    engine: str, groups: int, ranks: int, step_ms: float
-) -> Iterator[tuple[list[EngineGroup], Sequence[Ranks]]]:
+def groups_with_ranks(engine: str, groups: int, ranks: int) -> Iterator[tuple[list[EngineGroup], Sequence[Ranks]]]:
     """Groups in this process, their sockets in a directory of their own, with `ranks` live ranks each."""
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="smg-bench-"))
@@ -91,13 +42,9 @@ def groups_with_ranks(
             group = EngineGroup(
                 f"ipc://{directory}/{number}", backend=engine, ranks=ranks, handshake_address="tcp://127.0.0.1:0"
             )
-            stack.enter_context(group)
-            made.append(group)
-            if engine == "tokenspeed":
-                simulator = Simulator(group.handshake_address, ranks=ranks, start_at=NEVER)
-                theirs.append(CheapRanks(stack.enter_context(simulator)))
-            else:
-                theirs.append(mock_ranks(stack, group.handshake_address, engine, ranks, step_ms))
+            made.append(stack.enter_context(group))
+            simulator = Simulator(group.handshake_address, engine=engine, ranks=ranks, start_at=NEVER)
+            theirs.append(Ranks(stack.enter_context(simulator)))
         for group in made:
             group.wait_ready(30)
         yield made, theirs

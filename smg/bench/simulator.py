@@ -1,4 +1,4 @@
-"""Simulated TokenSpeed ranks that cost little: the handshake in Python, every step in C (native/engine.c).
+"""Simulated TokenSpeed or vLLM ranks that cost little: the handshake in Python, every step in C (native/engine.c).
 
 As a process of its own (`Simulator` starts and drives it), so that what it costs is not the router's. `smg mock`
 behaves like an engine in every respect; this one only makes tokens, at a tenth of the cost, and stamps when.
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 import zmq
@@ -29,6 +30,15 @@ from smg.engine.group import EngineGroup
 from smg.protocol import handshake
 
 TOTALS = ("adds", "aborts", "frames", "tokens", "undecodable")
+VLLM_ONLY = {  # of its registration, what others do not say
+    "supports_lora": False,
+    "max_loras": 0,
+    "mamba_block_size": None,
+    "weight_transfer_backend": None,
+    "enable_sleep_mode": False,
+    "supports_draft_weight_updates": False,
+    "effective_attention_block_size": None,
+}
 IDS = [f"{i:024x}" for i in range(4096)]  # of the requests that `fill` makes
 
 
@@ -36,8 +46,8 @@ class Simulator:
     """A simulator process that dials `address`, or, with `plain`, only pushes to that address.
 
     `stamps[row, 0]` is when the request with `seed` row arrived and `stamps[row, 1 + k]` when its token k was sent,
-    in CLOCK_MONOTONIC nanoseconds. `token_ids`: what it answers with. `start_at`: requests that must run before the
-    first step is made.
+    in CLOCK_MONOTONIC nanoseconds. `engine`: whose wire. `elements`: of a TokenSpeed frame. `token_ids`: what it
+    answers with. `start_at`: requests that must run before the first step is made.
     """
 
     def __init__(
@@ -48,6 +58,7 @@ class Simulator:
         ranks: int = 1,
         step_ms: float = 10.0,
         start_at: int = 1,
+        engine: str = "tokenspeed",
         elements: int = 10,
         token_ids: Sequence[int] = range(1000, 1256),
         rows: int = 4096,
@@ -62,7 +73,7 @@ class Simulator:
         self.rows, self.columns = rows, columns
         options: dict[str, Any] = {
             "address": address, "plain": plain, "ranks": ranks, "step_ms": step_ms, "start_at": start_at,
-            "elements": elements, "token_ids": list(token_ids), "rows": rows, "columns": columns,
+            "engine": engine, "elements": elements, "token_ids": list(token_ids), "rows": rows, "columns": columns,
             "stamps": self.stamps_path,
         }  # fmt: skip
         root = str(Path(__file__).resolve().parents[2])
@@ -136,6 +147,7 @@ def _library() -> ctypes.CDLL:
     library.engine_new.argtypes = [u32, i64, u32, u32, void, u32, void, u32, u32]
     library.engine_rank.argtypes = [void, u32, void, ctypes.c_int, void]
     library.engine_add.argtypes = [void, u32, ctypes.c_char_p, u32, u32, i64]
+    library.engine_wire.argtypes = [void, u32]
     library.engine_pace.argtypes = [void, i64, u32]
     library.engine_run.argtypes = [void, ctypes.c_int]
     library.engine_totals.argtypes = [void, void]
@@ -146,14 +158,18 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def dial(context: zmq.Context[Any], address: str, ranks: int) -> list[tuple[Any, Any]]:
-    """The handshake of every rank, as TokenSpeed's: (input, output) sockets."""
+WIRES = ("tokenspeed", "vllm")  # as engine.c numbers them
+
+
+def dial(context: zmq.Context[Any], address: str, ranks: int, engine: str = "tokenspeed") -> list[tuple[Any, Any]]:
+    """The handshake of every rank, as the engine's own: (input, output) sockets."""
+    said: dict[str, Any] = {"local": False} if engine == "vllm" else {"parallel_config_hash": None}
     dealers = []
     for index in range(ranks):
         dealer = context.socket(zmq.DEALER)
         dealer.identity = handshake.identity(index)
         dealer.connect(address)
-        dealer.send(handshake.encode_status("HELLO", parallel_config_hash=None))
+        dealer.send(handshake.encode_status("HELLO", **said))
         dealers.append(dealer)
     sockets = []
     for index, dealer in enumerate(dealers):
@@ -161,37 +177,44 @@ def dial(context: zmq.Context[Any], address: str, ranks: int) -> list[tuple[Any,
             if os.getppid() == 1:
                 raise SystemExit("nobody waits for this simulator any more")
         init = handshake.decode_init(dealer.recv())
-        dealer.send(handshake.encode_status("READY", parallel_config_hash=None))
+        dealer.send(handshake.encode_status("READY", **said))
         taking, giving = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
         taking.identity = handshake.identity(index)
         taking.connect(init.inputs[0])
         giving.connect(init.outputs[0])
-        taking.send(
-            handshake.encode_registration(
-                handshake.Registration(
-                    vllm_version="tokenspeed-0.1.1",
-                    max_model_len=1 << 20,
-                    num_gpu_blocks=1 << 20,
-                    block_size=64,
-                    data_parallel_size=ranks,
-                    data_parallel_rank=index,
-                    max_num_seqs=4096,
-                )
-            )
-        )
+        taking.send(_registration(engine, ranks, index))
         sockets.append((taking, giving))
     return sockets
 
 
-def frame_of(requests: int) -> bytes:
+def _registration(engine: str, ranks: int, index: int) -> bytes:
+    said = handshake.Registration(
+        vllm_version="0.32.0" if engine == "vllm" else "tokenspeed-0.1.1",
+        max_model_len=1 << 20,
+        num_gpu_blocks=1 << 20,
+        block_size=64,
+        data_parallel_size=1 if engine == "vllm" else ranks,  # vLLM's dense ranks are each their own
+        data_parallel_rank=index,
+        max_num_seqs=4096,
+    )
+    payload = handshake.encode_registration(said)
+    if engine == "vllm":
+        values = msgpack.unpackb(payload)
+        values["block_size"] = values.pop("prefix_granularity")
+        payload = msgpack.packb({**values, **VLLM_ONLY})
+    return bytes(payload)
+
+
+def frame_of(requests: int, engine: str = "tokenspeed") -> bytes:
     """A step's frame for the first `requests` of IDS, as the C code makes it."""
     library = _library()
     tokens, stamps = (ctypes.c_uint32 * 256)(*range(1000, 1256)), (ctypes.c_uint64 * 2)()
-    engine = library.engine_new(1, 0, 10, 1, tokens, len(tokens), stamps, 1, 2)
+    made = library.engine_new(1, 0, 10, 1, tokens, len(tokens), stamps, 1, 2)
+    library.engine_wire(made, WIRES.index(engine))
     for row in range(requests):
-        library.engine_add(engine, 0, IDS[row].encode(), 100 * row, 1 + row % 2, -1)
+        library.engine_add(made, 0, IDS[row].encode(), 100 * row, 1 + row % 2, -1)
     at = ctypes.c_void_p()
-    size = library.engine_frame(engine, 0, ctypes.byref(at))
+    size = library.engine_frame(made, 0, ctypes.byref(at))
     return ctypes.string_at(at, size)
 
 
@@ -228,6 +251,7 @@ def main() -> None:
         options["rows"],
         options["columns"],
     )
+    library.engine_wire(engine, WIRES.index(options["engine"]))
     context: zmq.Context[Any] = zmq.Context()
     context.linger = 0
     if options["plain"]:
@@ -235,7 +259,7 @@ def main() -> None:
         giving.connect(options["address"])
         sockets = [(None, giving)]
     else:
-        sockets = dial(context, options["address"], options["ranks"])
+        sockets = dial(context, options["address"], options["ranks"], options["engine"])
     for index, (taking, giving) in enumerate(sockets):
         taken = (None, -1) if taking is None else (taking.underlying, taking.fileno())
         library.engine_rank(engine, index, *taken, giving.underlying)

@@ -43,6 +43,7 @@ class Shape:
 
 
 SHAPES = {
+    "sharegpt": Shape(Lengths(100, 1.2, 4_000), Lengths(160, 0.9, 2_000)),  # first turns, as chat load tests have them
     "chat": Shape(Lengths(1000, 1.0, 16_000), Lengths(130, 1.1, 4_000)),  # long conversations, answers of all lengths
     "code": Shape(Lengths(1500, 0.9, 16_000), Lengths(15, 1.3, 2_000)),  # completions: much to read, little to write
 }

@@ -66,5 +66,10 @@ def encode(rids: Sequence[str], token_ids: Sequence[int]) -> bytes:
     return msgspec.msgpack.encode(Outputs(0, rows, stats, time.monotonic(), weight_version="default"))
 
 
+def reencode(frame: bytes) -> bytes:
+    """What msgspec makes of what a message holds."""
+    return msgspec.msgpack.encode(decoder().decode(frame))
+
+
 def decoder() -> msgspec.msgpack.Decoder[Outputs]:
     return msgspec.msgpack.Decoder(Outputs)

@@ -26,7 +26,8 @@ import msgpack
 import zmq
 
 from smg.bench.consume import PROMPT, Measured, add_arguments, rounds, run
-from smg.bench.ranks import mock_ranks
+from smg.bench.ranks import NEVER, Ranks
+from smg.bench.simulator import Simulator
 from smg.protocol import handshake
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -192,7 +193,8 @@ def main() -> None:
         config = configuration(directory, args.ranks)
         launcher = Launcher(directory, args.ranks)
         launcher.start()
-        ranks = mock_ranks(stack, launcher.address, "vllm", args.ranks, args.step_ms)
+        simulator = Simulator(launcher.address, engine="vllm", ranks=args.ranks, start_at=NEVER)
+        ranks = Ranks(stack.enter_context(simulator))
         front = Front(args.kind, config, launcher.addresses)
         run(rounds(front.consume, Measured([ranks], args.step_ms), args), args.loop)
     os._exit(0)  # vLLM's own ending wants the loop that is gone

@@ -1,8 +1,8 @@
-/* The steps of simulated TokenSpeed ranks, without Python: requests in, one output frame per rank and step out.
+/* The steps of simulated TokenSpeed or vLLM ranks, without Python: requests in, an output frame per rank and step out.
 
    simulator.py opens the sockets and does the handshake; this runs in its process and sends through the libzmq
    that pyzmq loaded, so that what a gateway sees is what a real engine's libzmq makes of one frame per step.
-   A step's frame is byte for byte what msgspec makes of BatchTokenIDOutSlim (embedded.py checks that).
+   A step's frame is byte for byte what msgspec makes of BatchTokenIDOutSlim, or of EngineCoreOutputs (a test checks).
 
    Stamps: row r of the stamp table belongs to the request whose seed is r; column 0 is when its ADD was read,
    column 1 + k when the frame with its token k was handed to libzmq. CLOCK_MONOTONIC, nanoseconds. */
@@ -29,6 +29,7 @@ static struct {
 } zmq;
 
 enum { DONTWAIT = 1, ID_MAX = 120, RANKS_MAX = 128, NO_ROW = -1, PROMPT_PAGES = 64 };
+enum Wire { TOKENSPEED, VLLM };
 
 typedef struct {
     char id[ID_MAX];
@@ -49,6 +50,7 @@ typedef struct {
 
 typedef struct {
     uint32_t rank_count, elements, start_at, token_kinds, rows, columns;
+    enum Wire wire;
     int64_t step;      /* ns, 0 = as fast as it goes */
     int started;
     uint64_t *stamps;
@@ -184,6 +186,29 @@ static int on_add(Engine *e, Rank *rank, const uint8_t *data, size_t size) {
     return admit(e, rank, id, id_size, prompt, limit > 0xFFFFFFF ? 0xFFFFFFF : limit, row > INT32_MAX ? -1 : (int64_t)row);
 }
 
+/* [rid, input_ids, mm_features, {"max_tokens": ..., "seed": ...}, ...] */
+static int on_core_add(Engine *e, Rank *rank, const uint8_t *data, size_t size) {
+    Reader r = {data, data + size};
+    uint64_t fields, id_size, prompt, params, limit = 16, row = ~0ULL, name_size, value;
+    if (head(&r, &fields) != 'a' || fields < 4 || head(&r, &id_size) != 's') return 0;
+    const char *id = (const char *)r.at;
+    r.at += id_size;
+    Reader ids = r;
+    if (head(&ids, &prompt) != 'a' || !skip(&r) || !skip(&r)) return 0;
+    if (head(&r, &params) != 'm') return 0;
+    while (params--) {
+        if (head(&r, &name_size) != 's') return 0;
+        const char *name = (const char *)r.at;
+        r.at += name_size;
+        Reader item = r;
+        if (!skip(&r)) return 0;
+        if (head(&item, &value) != 'i') continue;
+        if (name_size == 10 && !memcmp(name, "max_tokens", 10)) limit = value;
+        if (name_size == 4 && !memcmp(name, "seed", 4)) row = value;
+    }
+    return admit(e, rank, id, id_size, prompt, limit > 0xFFFFFFF ? 0xFFFFFFF : limit, row > INT32_MAX ? -1 : (int64_t)row);
+}
+
 static int on_abort(Engine *e, Rank *rank, const uint8_t *data, size_t size) {
     Reader r = {data, data + size};
     uint64_t count, id_size;
@@ -214,7 +239,8 @@ static void read_input(Engine *e, Rank *rank) {
             if (part) continue;
             const uint8_t *data = zmq.msg_data(&message);
             size_t size = zmq.msg_size(&message);
-            if (!(type == 0 ? on_add(e, rank, data, size) : type == 1 ? on_abort(e, rank, data, size) : 0)) e->bad++;
+            int (*add)(Engine *, Rank *, const uint8_t *, size_t) = e->wire == VLLM ? on_core_add : on_add;
+            if (!(type == 0 ? add(e, rank, data, size) : type == 1 ? on_abort(e, rank, data, size) : 0)) e->bad++;
         }
         zmq.msg_close(&message);
     }
@@ -226,16 +252,79 @@ static uint32_t token_of(const Engine *e, const Request *q) {
     return e->tokens[((uint32_t)q->row * 7 + q->made * 13) % e->token_kinds];
 }
 
+static uint8_t *put_nils(uint8_t *p, int count) {
+    memset(p, 0xc0, count);
+    return p + count;
+}
+
+static uint8_t *put_double(uint8_t *p, double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, 8);
+    *p++ = 0xcb;
+    for (int shift = 56; shift >= 0; shift -= 8) *p++ = bits >> shift;
+    return p;
+}
+
+static uint8_t *put_pair(uint8_t *p, const char *name, uint32_t value) {
+    return put_uint(put_text(p, name, strlen(name)), value);
+}
+
+/* EngineCoreOutputs of vLLM 0.32: an array per request, then statistics and the ids that end with this step. */
+static uint8_t *put_core(Engine *e, uint32_t index, uint8_t *p) {
+    const Rank *rank = &e->ranks[index];
+    const Request *q = rank->requests;
+    uint32_t n = rank->running, i, ended = 0;
+    p = put_array(p, 9);
+    p = put_uint(p, index);
+    p = put_array(p, n);
+    for (i = 0; i < n; i++) {
+        int last = q[i].made + 1 >= q[i].limit;
+        ended += last;
+        p = put_array(p, 18);
+        p = put_text(p, q[i].id, q[i].id_size);
+        *p++ = 0x91;
+        p = put_uint(p, token_of(e, &q[i]));
+        p = put_nils(p, 3);
+        *p++ = last ? 1 : 0xc0;   /* "length" */
+        p = put_nils(p, 7);
+        *p++ = 0;                 /* num_nans_in_logits */
+        p = put_nils(p, 4);
+    }
+    *p++ = 0x87;                  /* SchedulerStats */
+    p = put_pair(p, "num_running_reqs", n);
+    p = put_pair(p, "num_waiting_reqs", 0);
+    p = put_pair(p, "num_skipped_waiting_reqs", 0);
+    p = put_pair(p, "step_counter", 0);
+    p = put_pair(p, "current_wave", 0);
+    p = put_double(put_text(p, "kv_cache_usage", 14), 0.5);
+    p = put_text(p, "prefix_cache_stats", 18);
+    *p++ = 0x84;
+    p = put_text(p, "reset", 5);
+    *p++ = 0xc2;
+    p = put_pair(p, "requests", 0);
+    p = put_pair(p, "queries", 0);
+    p = put_pair(p, "hits", 0);
+    p = put_double(p, now_ns() * 1e-9);
+    *p++ = 0xc0;                  /* utility_output */
+    if (ended) {
+        p = put_array(p, ended);
+        for (i = 0; i < n; i++) if (q[i].made + 1 >= q[i].limit) p = put_text(p, q[i].id, q[i].id_size);
+    } else *p++ = 0xc0;
+    p = put_nils(p, 2);
+    return put_text(p, "default", 7);
+}
+
 static size_t build(Engine *e, uint32_t index) {
     Rank *rank = &e->ranks[index];
     uint32_t n = rank->running, i;
-    size_t need = 256 + (size_t)n * (ID_MAX + 64);
+    size_t need = 512 + (size_t)n * (2 * ID_MAX + 64);
     if (need > e->frame_capacity) {
         free(e->frame);
         e->frame = malloc(e->frame_capacity = 2 * need);
     }
     uint8_t *p = e->frame;
     const Request *q = rank->requests;
+    if (e->wire == VLLM) return put_core(e, index, p) - e->frame;
     p = put_array(p, e->elements);
     p = put_text(p, "BatchTokenIDOutSlim", 19);
     p = put_array(p, n);
@@ -366,6 +455,10 @@ void engine_rank(Engine *e, uint32_t index, void *input, int input_fd, void *out
 
 int engine_add(Engine *e, uint32_t rank, const char *id, uint32_t prompt, uint32_t limit, int64_t row) {
     return admit(e, &e->ranks[rank], id, strlen(id), prompt, limit, row);
+}
+
+void engine_wire(Engine *e, uint32_t wire) {
+    e->wire = wire;
 }
 
 void engine_pace(Engine *e, int64_t step_ns, uint32_t start_at) {
