@@ -19,13 +19,13 @@ from smg._batch cimport batch_free, batch_init, fault_parts
 from smg._delivery cimport scratch_free
 from smg._frame cimport Decoder, Part
 from smg._pump cimport (
-    EVENT_DEAD, EVENT_INPUT, EVENT_MISATTRIBUTED, EVENT_RESUMED, EVENT_SILENT, EVENT_STALLED, EVENT_UNDECODABLE,
+    EVENT_CONNECTED, EVENT_DEAD, EVENT_INPUT, EVENT_MISATTRIBUTED, EVENT_RESUMED, EVENT_SILENT, EVENT_STALLED, EVENT_UNDECODABLE,
     EVENT_UTILITY, OUTCOME_STOPPED, ROLE_INPUT, ROLE_MONITOR, ROLE_OUTPUT, ROLE_RARE, ROLE_WAKE, Connection, Event,
     drop_queue, handle_message, monotonic, part_room, read_monitor, read_turn, run, settle, tag_of,
 )
 from smg._table cimport (
-    CAUSE_CLOSED, CAUSE_DIED, NIL, QUEUE_FRAMES, RANK_DRAINING, RANK_LIVE, SLOT_ENDED, SLOT_FREE, SLOT_LIVE,
-    TYPE_UTILITY, Message, Rank, RankCounters, end_all, enqueue, new_message, pthread_mutex_destroy,
+    CAUSE_CLOSED, CAUSE_DIED, NIL, QUEUE_FRAMES, RANK_DRAINING, RANK_HELLO, RANK_LIVE, SLOT_ENDED, SLOT_FREE, SLOT_LIVE,
+    TYPE_ABORT, TYPE_UTILITY, Message, Rank, RankCounters, end_all, enqueue, new_message, pthread_mutex_destroy,
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, signal_fd, signal_outlets, slot_at, start_wave,
 )
 from smg._tokenspeed cimport decode_slim_message
@@ -110,6 +110,7 @@ class EventKind:
     MISATTRIBUTED = EVENT_MISATTRIBUTED  # detail = the index that was claimed
     UTILITY = EVENT_UTILITY              # detail = call id, data = the reply
     SILENT = EVENT_SILENT                # half of the stall timeout is over
+    CONNECTED = EVENT_CONNECTED          # the engine has connected its output
 
 
 RANK_DTYPE = [("running", "i8"), ("waiting", "i8"), ("kv_usage", "f8"), ("reported", "?")]
@@ -264,6 +265,10 @@ cdef class Core:
         if watch(&self.pump.waiter, fd, tag_of(ROLE_RARE, 0)) != 0:
             raise MemoryError
 
+    def connected(self, uint32_t rank) -> bool:
+        """Whether the engine has connected its output, whose end is its death."""
+        return self.pump.connections[rank].engine_fd >= 0
+
     def set_state(self, uint32_t rank, uint8_t state) -> None:
         """The rank's state as `lifecycle.State` numbers it. One that the pump has failed stays so until `detach`."""
         cdef Rank *changed = &self.table.ranks[rank]
@@ -333,12 +338,13 @@ cdef class Core:
         pthread_mutex_unlock(&self.table.mutex)
 
     def call(self, uint32_t rank, bytes payload, uint8_t type_byte=TYPE_UTILITY) -> bool:
-        """Queue a message, by default a utility call, for a rank.
+        """Queue a message, by default a utility call, for a rank; an ABORT also for one in its handshake.
 
         False when the rank takes no messages now. Any thread may call it.
         """
         cdef size_t size = len(payload)
         cdef Rank *called = &self.table.ranks[rank]
+        cdef uint8_t least = RANK_HELLO if type_byte == TYPE_ABORT else RANK_LIVE
         cdef bint taken
         self.usable()
         cdef Message *message = new_message(&self.pump.zmq, type_byte, size)
@@ -346,7 +352,7 @@ cdef class Core:
             raise MemoryError
         memcpy(self.pump.zmq.msg_data(&message.payload), <const char *>payload, size)
         pthread_mutex_lock(&self.table.mutex)
-        taken = (RANK_LIVE <= called.state <= RANK_DRAINING and called.queue_count < QUEUE_FRAMES
+        taken = (least <= called.state <= RANK_DRAINING and called.queue_count < QUEUE_FRAMES
                  and not self.table.closed)
         if taken:
             enqueue(&self.table, rank, message)

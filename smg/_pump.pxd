@@ -43,6 +43,7 @@ cdef enum EventKind:
     EVENT_MISATTRIBUTED = 6    # once per incarnation; detail = the engine_index that was claimed
     EVENT_UTILITY = 7          # the reply to a utility call; detail = call id, bytes = the reply
     EVENT_SILENT = 8           # half of the stall timeout is over: time to ask whether the rank still hears
+    EVENT_CONNECTED = 9        # the output has its engine: from now on its end is seen
 
 cdef enum Death:
     DEATH_DISCONNECTED = 1
@@ -376,6 +377,7 @@ cdef inline void read_monitor(Pump *pump, uint32_t rank_index) noexcept nogil:
                 break
         if what == ZMQ_EVENT_ACCEPTED and connection.engine_fd < 0:
             connection.engine_fd = <int>value
+            new_event(pump, EVENT_CONNECTED, rank_index)
         elif what == ZMQ_EVENT_DISCONNECTED and <int>value == connection.engine_fd:
             fail_rank(pump, rank_index, DEATH_DISCONNECTED)
 

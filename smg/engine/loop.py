@@ -86,7 +86,9 @@ class Loop:
         self.calls = Calls(core)
         self._parallel_config = parallel_config
         self._config_hashes: dict[int, str] = {}  # rank -> of the parallel_config it runs with
+        self._early: dict[int, tuple[Heard, int]] = {}  # rank -> registration that came before its output's connection
         self._directory = directory
+        self._name = directory.path.rpartition("/")[2]  # in the log
         self._sockets: list[Sockets | None] = [None] * ranks
         self._dialed: dict[int, int] = {}  # rank -> descriptor of the connection of its last HELLO
         self._unready: dict[int, int] = {}  # the same of ranks whose READY has not come
@@ -291,24 +293,28 @@ class Loop:
             self.calls.answer(detail, data)
         elif kind == _EVENT.SILENT:
             self.calls.probe(rank)
+        elif kind == _EVENT.CONNECTED:
+            if rank in self._early:
+                self._on_heard(*self._early.pop(rank))
         elif kind == _EVENT.DEAD:
             self._handle(rank, Event.LOST, incarnation=incarnation, why=_fastpath.DEATHS[detail])
         elif kind == _EVENT.STALLED:
-            _log.warning("rank %d is silent with work in flight: stalled", rank)
+            _log.warning("%s: rank %d is silent with work in flight: stalled", self._name, rank)
             self._handle(rank, Event.SILENT, incarnation=incarnation)
         elif kind == _EVENT.RESUMED:
-            _log.info("rank %d is heard again", rank)
+            _log.info("%s: rank %d is heard again", self._name, rank)
             self._handle(rank, Event.FRAME, incarnation=incarnation)
         elif kind == _EVENT.UNDECODABLE and fault is not None:
             _log.warning(
-                "rank %d sent an undecodable frame of %d bytes: %s; it begins with %s",
+                "%s: rank %d sent an undecodable frame of %d bytes: %s; it begins with %s",
+                self._name,
                 rank,
                 detail,
                 fault_error(*fault),
                 data.hex(),
             )
         elif kind == _EVENT.MISATTRIBUTED:
-            _log.warning("rank %d says that it is rank %d; its socket is believed", rank, detail)
+            _log.warning("%s: rank %d says that it is rank %d; its socket is believed", self._name, rank, detail)
 
     def _on_input(self, rank: int, incarnation: int, parts: int, payload: bytes) -> None:
         identity = handshake.identity(rank) if parts >= 0 else b""
@@ -325,6 +331,9 @@ class Loop:
             if registration[0].lockstep and not self.lockstep:
                 self.lockstep = True
                 self.core.step_together()
+            if not self.core.connected(rank):  # a death before that would not be seen
+                self._early[rank] = heard, incarnation
+                return
         self._on_heard(heard, incarnation)
 
     # ---------------------------------------------------------- the state table, carried out
@@ -341,17 +350,21 @@ class Loop:
             elif action is Action.GO_LIVE:
                 registration = self.registrations[rank]
                 engine = registration.vllm_version if registration else "an engine"
-                _log.info("rank %d is live: %s, incarnation %d", rank, engine or "an engine", incarnation)
+                _log.info(
+                    "%s: rank %d is live: %s, incarnation %d", self._name, rank, engine or "an engine", incarnation
+                )
             elif action is Action.REFUSE:
                 self._note(rank, why or life.fault, "rank %d: refused: %s", rank, why or life.fault)
             elif action is Action.KEEP_HELLO:
                 self._note(rank, "claimed", "rank %d is claimed by a second process; it waits for the first", rank)
-                # The first may have gone before it connected its output, whose end would tell. A send tells, too.
-                if self._asked.get(rank) != incarnation:
+                # The first may have gone before it connected its output, whose end would tell. A send tells, too,
+                # once the input is connected.
+                heard = life.state is not State.HELLO or rank in self._early
+                if heard and self._asked.get(rank) != incarnation:
                     self._asked[rank] = incarnation
                     self.core.call(rank, _NOBODY, _ABORT)
             elif action is Action.END_REQUESTS:  # done by the pump, after it had read the output socket out
-                _log.warning("rank %d %s; its requests were ended", rank, why)
+                _log.warning("%s: rank %d %s; its requests were ended", self._name, rank, why)
             elif action is Action.UNBIND:
                 self._unbind(rank, incarnation)
         if steps or life.state is State.DRAINING:
@@ -364,7 +377,7 @@ class Loop:
         try:
             sockets = self._bind(rank, incarnation)
         except zmq.ZMQError as error:
-            _log.error("rank %d: its sockets cannot be bound: %s", rank, error)
+            _log.error("%s: rank %d: its sockets cannot be bound: %s", self._name, rank, error)
             self._handle(rank, Event.LOST, why=f"had no sockets: {error}")
             return
         self._sockets[rank] = sockets
@@ -377,7 +390,7 @@ class Loop:
         try:
             self._handshake.send_multipart([handshake.identity(rank), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            _log.warning("rank %d: INIT could not be sent: %s", rank, error)
+            _log.warning("%s: rank %d: INIT could not be sent: %s", self._name, rank, error)
 
     def _bind(self, rank: int, incarnation: int) -> Sockets:
         output = self._context.socket(zmq.PULL)
@@ -403,6 +416,7 @@ class Loop:
         if sockets is None:
             return
         self._config_hashes.pop(rank, None)
+        self._early.pop(rank, None)
         self.calls.rank_died(rank)
         self.core.end_rank(rank)  # a handshake that was given up has none, a drained rank neither
         self.core.detach(rank)
@@ -413,7 +427,7 @@ class Loop:
         """Log once per rank and topic, so that a loud dialer does not fill the log."""
         if (rank, topic) not in self._noted and len(self._noted) < 1000:
             self._noted.add((rank, topic))
-            _log.warning(message, *args)
+            _log.warning("%s: " + message, self._name, *args)
 
     # ---------------------------------------------------------- waiting for ranks
 

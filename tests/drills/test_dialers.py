@@ -100,7 +100,7 @@ def test_a_rank_that_goes_before_it_connects_its_output_makes_way_for_its_succes
     gone.input.connect(init.inputs[0])
     gone.register()
     gone.ready()
-    group.wait_ready(10)
+    wait_until(lambda: group._loop._early)
     gone.close()
     with simulate(group, ranks=1) as successor:
         wait_until(lambda: (group.ranks[0].incarnation, states(group)) == (2, ["live"]))

@@ -268,14 +268,16 @@ class Dialer:
     def hello(self):
         self.handshake.send(handshake.encode_status("HELLO", parallel_config_hash=None))
 
-    def init(self):
+    def init(self, output=True):
         assert self.handshake.poll(10_000)
         init = handshake.decode_init(self.handshake.recv())
         self.input = self._dealer(handshake.identity(self.index))
         self.input.connect(init.inputs[0])
         self.output = self.context.socket(zmq.PUSH)
         self.output.linger = 0
-        self.output.connect(init.outputs[0])
+        self.output_address = init.outputs[0]
+        if output:
+            self.output.connect(self.output_address)
 
     def ready(self):
         self.handshake.send(handshake.encode_status("READY", parallel_config_hash=None))
@@ -449,3 +451,19 @@ def test_an_abort_names_the_request_and_goes_to_the_rank_that_holds_it(make_grou
     stream.abort()
     assert mock.wait_for("abort") == {"event": "abort", "rank": 1, "incarnation": 1, "rids": [rid]}
     assert msgpack.packb([rid])  # the id is plain text on the wire
+
+
+def test_a_rank_takes_no_work_before_its_output_is_connected_since_its_death_would_not_be_seen(lone_group, dial):
+    engine = dial(lone_group, 0)
+    engine.hello()
+    engine.init(output=False)
+    engine.ready()
+    engine.register()
+    wait_until(lambda: lone_group._loop._early)
+    assert lone_group.ranks[0].state == "hello"
+    engine.output.connect(engine.output_address)
+    wait_until(lambda: lone_group.ranks[0].state == "live")
+    stream = lone_group.submit([1])
+    engine.close()
+    with pytest.raises(smg.RankDied):
+        next(iter(stream.blocking(10)))
