@@ -22,7 +22,7 @@ from smg.bench import accounting
 from smg.bench.chats import Bodies, Client, Words, piece_ids
 from smg.bench.gateways import RIVAL, Floor, Gateway, Server
 from smg.bench.results import OURS, Measurement
-from smg.bench.turns import Plan, Receiver
+from smg.bench.turns import BenchError, Plan, Receiver
 
 MODEL = Path(smg.__file__).parent / "data" / "demo-model"
 RUST = "rust"
@@ -108,6 +108,8 @@ class Bench:
         result["ranks_cpu"] = accounting.process_cpu(ranks.pid) - ranks_before if ranks else 0.0
         result["rss"] = server.rss_mb()
         result["wrong"] = result["errors"] + result["refused"] + abs(case.count - result["ok"])
+        if not result["ok"]:
+            raise BenchError(f"{server.name} answered no request of {case.name}: {result['error']}")
         return result
 
 

@@ -33,15 +33,26 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class Stats(msgspec.Struct):
-    """SchedulerStats, as far as anybody reads them; the other keys are skipped."""
+    """SchedulerStats."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     num_skipped_waiting_reqs: int = 0
+    num_kv_fetch_reqs_by_stage: dict[str, int] = {}
     step_counter: int = 0
     current_wave: int = 0
     kv_cache_usage: float = 0.0
+    iteration_details: Any = None
     prefix_cache_stats: dict[str, Any] = {}
+    connector_prefix_cache_stats: Any = None
+    kv_cache_eviction_events: list[Any] = []
+    spec_decoding_stats: Any = None
+    kv_connector_stats: Any = None
+    ec_connector_stats: Any = None
+    waiting_lora_adapters: dict[str, int] = {}
+    running_lora_adapters: dict[str, int] = {}
+    cudagraph_stats: Any = None
+    perf_stats: Any = None
 
 
 class Outputs(msgspec.Struct, array_like=True):
@@ -61,7 +72,8 @@ class Outputs(msgspec.Struct, array_like=True):
 def encode(rids: Sequence[str], token_ids: Sequence[int]) -> bytes:
     """One engine step: a token for each request, and statistics."""
     rows = [Output(rid, [token]) for rid, token in zip(rids, token_ids, strict=True)]
-    cache = {"reset": False, "requests": 0, "queries": 0, "hits": 0}
+    counts = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
+    cache = {"reset": False, **dict.fromkeys(counts, 0), "hits_by_source": {}}
     stats = Stats(len(rids), kv_cache_usage=0.5, prefix_cache_stats=cache)
     return msgspec.msgpack.encode(Outputs(0, rows, stats, time.monotonic(), weight_version="default"))
 

@@ -269,6 +269,20 @@ static uint8_t *put_pair(uint8_t *p, const char *name, uint32_t value) {
     return put_uint(put_text(p, name, strlen(name)), value);
 }
 
+/* A value that has no more than its first byte: nil, false, an empty map or array, or the head of a map to come. */
+static uint8_t *put_byte(uint8_t *p, const char *name, uint8_t byte) {
+    p = put_text(p, name, strlen(name));
+    *p++ = byte;
+    return p;
+}
+
+static uint8_t *put_map(uint8_t *p, uint32_t count) {
+    *p++ = 0xde;
+    *p++ = count >> 8;
+    *p++ = count;
+    return p;
+}
+
 /* EngineCoreOutputs of vLLM 0.32: an array per request, then statistics and the ids that end with this step. */
 static uint8_t *put_core(Engine *e, uint32_t index, uint8_t *p) {
     const Rank *rank = &e->ranks[index];
@@ -290,20 +304,33 @@ static uint8_t *put_core(Engine *e, uint32_t index, uint8_t *p) {
         *p++ = 0;                 /* num_nans_in_logits */
         p = put_nils(p, 4);
     }
-    *p++ = 0x87;                  /* SchedulerStats */
+    p = put_map(p, 18);           /* SchedulerStats */
     p = put_pair(p, "num_running_reqs", n);
     p = put_pair(p, "num_waiting_reqs", 0);
     p = put_pair(p, "num_skipped_waiting_reqs", 0);
+    p = put_byte(p, "num_kv_fetch_reqs_by_stage", 0x80);
     p = put_pair(p, "step_counter", 0);
     p = put_pair(p, "current_wave", 0);
     p = put_double(put_text(p, "kv_cache_usage", 14), 0.5);
-    p = put_text(p, "prefix_cache_stats", 18);
-    *p++ = 0x84;
-    p = put_text(p, "reset", 5);
-    *p++ = 0xc2;
+    p = put_byte(p, "iteration_details", 0xc0);
+    p = put_byte(p, "prefix_cache_stats", 0x88);
+    p = put_byte(p, "reset", 0xc2);
     p = put_pair(p, "requests", 0);
     p = put_pair(p, "queries", 0);
     p = put_pair(p, "hits", 0);
+    p = put_pair(p, "preempted_requests", 0);
+    p = put_pair(p, "preempted_queries", 0);
+    p = put_pair(p, "preempted_hits", 0);
+    p = put_byte(p, "hits_by_source", 0x80);
+    p = put_byte(p, "connector_prefix_cache_stats", 0xc0);
+    p = put_byte(p, "kv_cache_eviction_events", 0x90);
+    p = put_byte(p, "spec_decoding_stats", 0xc0);
+    p = put_byte(p, "kv_connector_stats", 0xc0);
+    p = put_byte(p, "ec_connector_stats", 0xc0);
+    p = put_byte(p, "waiting_lora_adapters", 0x80);
+    p = put_byte(p, "running_lora_adapters", 0x80);
+    p = put_byte(p, "cudagraph_stats", 0xc0);
+    p = put_byte(p, "perf_stats", 0xc0);
     p = put_double(p, now_ns() * 1e-9);
     *p++ = 0xc0;                  /* utility_output */
     if (ended) {
@@ -317,7 +344,7 @@ static uint8_t *put_core(Engine *e, uint32_t index, uint8_t *p) {
 static size_t build(Engine *e, uint32_t index) {
     Rank *rank = &e->ranks[index];
     uint32_t n = rank->running, i;
-    size_t need = 512 + (size_t)n * (2 * ID_MAX + 64);
+    size_t need = 1024 + (size_t)n * (2 * ID_MAX + 64);
     if (need > e->frame_capacity) {
         free(e->frame);
         e->frame = malloc(e->frame_capacity = 2 * need);
