@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,7 @@ class Loop:
         self._name = directory.path.rpartition("/")[2]  # in the log
         self._sockets: list[Sockets | None] = [None] * ranks
         self._dialed: dict[int, int] = {}  # rank -> descriptor of the connection of its last HELLO
+        self._open: set[int] = set()  # descriptors of the handshake socket's connections
         self._unready: dict[int, int] = {}  # the same of ranks whose READY has not come
         self._asked: dict[int, int] = {}  # rank -> its incarnation that was sent something to see if it is there
         self._noted: set[tuple[int, str]] = set()
@@ -115,9 +116,9 @@ class Loop:
                     "(two worker URLs can derive the same port: name one with handshake_address)"
                 ) from None
             self.address: str = self._handshake.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._hangups = self._handshake.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._connections = self._handshake.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             core.watch_rare(self._handshake.fileno())
-            core.watch_rare(self._hangups.fileno())
+            core.watch_rare(self._connections.fileno())
         except BaseException:
             self._context.destroy(0)
             directory.release()
@@ -228,12 +229,16 @@ class Loop:
             command()
 
     def _serve_handshake(self) -> None:
-        gone = set(self._closed_connections())  # first: what they had sent before is in the queue by now
-        silent = {
-            life.index: life.incarnation
-            for life in self.lives
-            if self._unready.get(life.index) in gone and not life.pending  # else another process is heard for it
-        }
+        self._read_handshake()
+        gone = self._hung_up()
+        if gone:
+            self._read_handshake()  # what they had said before: READY perhaps, after which they need no connection
+            for rank, incarnation in gone.items():
+                if rank in self._unready and self.lives[rank].state is State.HELLO:
+                    self._handle(rank, Event.LOST, incarnation=incarnation, why="hung up before it was READY")
+            self._serve_handshake()  # an INIT to a successor can have swallowed the signal of the next HELLO
+
+    def _read_handshake(self) -> None:
         while self._poller.poll(0):
             frames = self._handshake.recv_multipart(zmq.NOBLOCK, copy=False)
             status: list[handshake.Status] = []
@@ -247,18 +252,21 @@ class Loop:
                 self._dialed[heard.rank] = int(frames[0].get(zmq.SRCFD))
             elif heard.rank is not None and heard.event is Event.READY:
                 self._unready.pop(heard.rank, None)
-                silent.pop(heard.rank, None)
             self._on_heard(self._agreeing(heard, status[0].parallel_config_hash) if status else heard)
-        for rank, incarnation in silent.items():
-            if self.lives[rank].state is State.HELLO:
-                self._handle(rank, Event.LOST, incarnation=incarnation, why="hung up before it was READY")
-        if silent:
-            self._serve_handshake()  # an INIT to a successor can have swallowed the signal of the next HELLO
 
-    def _closed_connections(self) -> Iterator[int]:
-        """The descriptors of handshake connections that their dialers have closed since the last look."""
-        while self._hangups.poll(0):
-            yield parse_monitor_message(self._hangups.recv_multipart(zmq.NOBLOCK))["value"]
+    def _hung_up(self) -> dict[int, int]:
+        """Rank -> incarnation of those that have closed their connection and may not have said READY."""
+        while self._connections.poll(0):
+            event = parse_monitor_message(self._connections.recv_multipart(zmq.NOBLOCK))
+            (self._open.add if event["event"] == zmq.EVENT_ACCEPTED else self._open.discard)(event["value"])
+        return {
+            life.index: life.incarnation
+            for life in self.lives
+            if life.state is State.HELLO
+            and not life.pending  # else another process is heard for it
+            and life.index in self._unready
+            and self._unready[life.index] not in self._open
+        }
 
     def _agreeing(self, heard: Heard, config_hash: str | None) -> Heard:
         """A READY, or that it is refused: ranks that step together have to run with one parallel_config."""
