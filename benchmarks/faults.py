@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import statistics
 import sys
@@ -460,8 +461,11 @@ def pump_beside(load: Callable[[Callable[[], bool]], None], count: int) -> str:
         assert group.counters["tokens"] == [count * len(streams)]  # nothing lost
     own = sorted(delay - waited for delay, waited in delays)
     whole = sorted(delay for delay, _ in delays)
-    at = int(0.99 * len(own))
-    return f"p99 {own[at]:.2f} ms ({whole[at]:.2f} ms with the wait for a CPU, of {count} frames); nothing lost"
+    at = math.ceil(0.99 * len(own)) - 1
+    return (
+        f"p50 {own[len(own) // 2]:.2f}, p99 {own[at]:.2f}, worst {own[-1]:.2f} ms of {count} frames "
+        f"(p99 {whole[at]:.2f} ms with the wait for a CPU); nothing lost"
+    )
 
 
 def spinning(bench: Bench) -> str:
