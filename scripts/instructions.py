@@ -29,10 +29,39 @@ for _ in range(int(sys.argv[1]) // 20):
     core.feed(0, frame, times=20)
     outlet.take()
 """
+SSE = """
+import sys
+from pathlib import Path
+import smg
+from tokenizers import Tokenizer
+from smg._sse import Choice, Wire
+from smg._text import Detokenizer, TokenTable
+class Null:
+    def write(self, data): pass
+    def get_write_buffer_size(self): return 0
+    def is_closing(self): return False
+class Protocol:
+    transport = Null()
+class Shape:
+    def first(self, choice): return None
+    def part(self, choice, text, entries): return text
+    def last(self, choice): return b""
+class Owner:
+    def ended(self, choice): pass
+    def retried(self, choice, exc): return False
+    def failed(self, choice, exc): raise exc
+table = TokenTable(Tokenizer.from_file(str(Path(smg.__file__).parent / "data" / "demo-model" / "tokenizer.json")))
+wire = Wire(Protocol(), True)
+around = {"before": b'{"choices":[{"delta":{"content":"', "after": b'"}}]}'}
+choice = Choice(0, Detokenizer(table), Owner(), wire=wire, shape=Shape(), **around)
+for _ in range(int(sys.argv[1]) * 256):
+    choice.feed([1000])
+"""
 #: name -> (program, its arguments after the rounds, units in a round)
 PATHS = {
     "decode and apply a row, tokenspeed": (DECODE, ["tokenspeed"], ROWS),
     "decode and apply a row, vllm": (DECODE, ["vllm"], ROWS),
+    "render a token as an event": (SSE, [], ROWS),
 }
 
 
