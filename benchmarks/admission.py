@@ -22,8 +22,8 @@ from typing import Any
 import uvloop
 
 from benchmarks.compare_http import DEMO_MODEL
-from benchmarks.load import Words
 from smg.bench import accounting
+from smg.bench.chats import Words
 from smg.http import tokenizer
 from smg.http.front import FAST_INLINE_BYTES, INLINE_BYTES, Front
 

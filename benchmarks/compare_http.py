@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
+import venv
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateways import RIVAL, ROOT, Floor, Gateway, Server, rival_python
-from benchmarks.load import Bodies, Client, Words, piece_ids
 from smg.bench import accounting
 from smg.bench.accounting import figure, ratio
+from smg.bench.chats import Bodies, Client, Words, piece_ids
+from smg.bench.gateways import RIVAL, Floor, Gateway, Server
+from smg.bench.turns import ROOT
 
 DEMO_MODEL = ROOT / "smg" / "data" / "demo-model"
 ENVIRONMENT = ROOT / ".venv-rival"
@@ -206,6 +209,16 @@ def bulk_line(name: str, results: list[Result]) -> str:
 
 
 # -------------------------------------------------------------- the command
+
+
+def rival_python(environment: Path) -> str:
+    """The interpreter of an environment that has the Rust gateway, made when it is missing."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        print(f"installing {RIVAL} in {environment}", file=sys.stderr)
+        venv.create(environment, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", RIVAL], check=True)
+    return str(python)
 
 
 def arguments() -> argparse.Namespace:
