@@ -45,8 +45,10 @@ async def test_a_stream_brings_every_token_in_order_and_ends_with_the_reason(mak
 
 
 async def test_eight_hundred_streams_at_once_each_get_their_own_tokens(make_group, idle):
-    group, mock = make_group(ranks=2, max_running=1024)
-    results = await asyncio.gather(*(collect(group.submit(PROMPT, params(20, seed))) for seed in range(800)))
+    group, mock = make_group(ranks=2, max_running=1024, hold=True)
+    streams = [group.submit(PROMPT, params(20, seed)) for seed in range(800)]
+    mock.call("release")
+    results = await asyncio.gather(*map(collect, streams))
     for seed, (tokens, _) in enumerate(results):
         assert tokens == mock.reply(seed, 20)
     idle(group)

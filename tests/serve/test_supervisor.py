@@ -335,7 +335,7 @@ def test_in_any_window_there_are_at_most_so_many_restarts_each_after_a_longer_pa
         if delay is not None:
             granted.append(now)
             assert delay == min(30.0, 0.5 * 2 ** (len(last) - 1))
-        assert sum(now - window < moment for moment in granted) <= limit
+        assert sum(now - moment < window for moment in granted) <= limit
 
 
 def test_a_worker_that_ran_for_longer_than_the_window_starts_again_at_once():
