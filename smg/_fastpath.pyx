@@ -234,6 +234,7 @@ cdef class Core:
         state.incarnation = incarnation
         state.reported = 0
         state.running = state.waiting = 0
+        state.wave_told = state.wave_done = state.parks = 0
         state.kv_usage = 0
         pthread_mutex_unlock(&self.table.mutex)
         if (watch(&self.pump.waiter, connection.output_fd, tag_of(ROLE_OUTPUT, rank)) != 0 or

@@ -14,6 +14,7 @@ from smg._frame cimport WAVE_COMPLETE, WAVE_NONE, WAVE_START, Batch, Decoder, Fa
 from smg._table cimport (
     CAUSE_DIED, NIL, RANK_DEAD, RANK_LIVE, RANK_STALLED, SLOT_LIVE, TYPE_ABORT, TYPE_ADD, Message, Rank, Slot, Table,
     dequeue, end_all, end_expired, find, pthread_mutex_lock, pthread_mutex_unlock, signal_outlets, slot_at, start_wave,
+    wake_together,
 )
 from smg._wait cimport WAIT_TAGS, Waiter, wait
 from smg._zmq cimport (
@@ -224,7 +225,7 @@ cdef inline int handle_message(
     rank.count.extra_parts += part_count - 1
     apply(table, <int>rank_index, batch, parts, now)
     if batch.wave != WAVE_NONE and table.lockstep:
-        hear_wave(pump, batch)
+        hear_wave(pump, rank, batch)
     pthread_mutex_unlock(&table.mutex)
     if resumed:
         new_event(pump, EVENT_RESUMED, rank_index)
@@ -236,14 +237,18 @@ cdef inline int handle_message(
                        batch.utility.size)
     return 0
 
-# What a rank says of waves: it has parked after one, which raises its own count, or it needs another. One that has
-# parked may have used up the start of a request which its rank found only after that, and waits with now, alone.
-cdef inline void hear_wave(Pump *pump, const Batch *batch) noexcept nogil:
+# What a rank says of waves: it has parked after one, which raises its own count, or it needs another.
+cdef inline void hear_wave(Pump *pump, Rank *rank, const Batch *batch) noexcept nogil:
+    cdef Table *table = pump.table
     cdef uint64_t past = batch.wave_number + (batch.wave == WAVE_COMPLETE)
-    if past > pump.table.wave:
-        pump.table.wave = past
-    if batch.wave == WAVE_START or pump.table.live_count:
-        start_wave(pump.table, &pump.zmq)
+    if past > table.wave:
+        table.wave = past
+    if batch.wave == WAVE_START:
+        start_wave(table, &pump.zmq)
+        return
+    rank.wave_done = batch.wave_number
+    rank.parks += 1
+    wake_together(table, &pump.zmq)
 
 # Room for one more part after the first `count`, which are kept.
 cdef inline bint part_room(Pump *pump, uint32_t count) noexcept nogil:

@@ -156,6 +156,9 @@ cdef struct Rank:
     Message *queue_tail
     uint32_t queue_count
     size_t queue_bytes
+    uint64_t wave_told         # the last wave it was told to start
+    uint64_t wave_done         # the last wave after which it parked
+    uint64_t parks             # of this incarnation
     uint8_t flushing           # on the table's list of ranks with messages to send
     uint32_t next_flush        # rank, NIL = last
     RankCounters count
@@ -516,26 +519,44 @@ cdef inline uint32_t end_expired(Table *table, const Zmq *zmq, double now) noexc
 # ---------------------------------------------------------------- waves
 
 # Starts the next wave: every rank of a lockstep group steps until all are idle, so that none waits in a collective
-# for one that sleeps. A start that still waits to be sent is renewed. Returns -1 when memory is out.
+# for one that sleeps. Returns -1 when memory is out.
 cdef inline int start_wave(Table *table, const Zmq *zmq) noexcept nogil:
-    cdef Rank *rank
-    cdef Message *message
     cdef uint32_t i
     table.wave += 1
     for i in range(table.rank_count):
-        rank = &table.ranks[i]
-        if rank.state < RANK_LIVE or rank.state > RANK_DRAINING:
-            continue
-        message = rank.queue_tail
-        if message != NULL and message.type_byte == TYPE_WAVE:
-            write_wave(<uint8_t *>zmq.msg_data(&message.payload), table.wave)
-            continue
+        if tell_wave(table, zmq, i) != 0:
+            return -1
+    return 0
+
+# Tells a rank of the latest wave. A start that still waits to be sent to it is renewed.
+cdef inline int tell_wave(Table *table, const Zmq *zmq, uint32_t rank_index) noexcept nogil:
+    cdef Rank *rank = &table.ranks[rank_index]
+    cdef Message *message = rank.queue_tail
+    if rank.state < RANK_LIVE or rank.state > RANK_DRAINING:
+        return 0
+    if message == NULL or message.type_byte != TYPE_WAVE:
         message = new_message(zmq, TYPE_WAVE, WAVE_SIZE)
         if message == NULL:
             return -1
-        write_wave(<uint8_t *>zmq.msg_data(&message.payload), table.wave)
-        enqueue(table, i, message)
+        enqueue(table, rank_index, message)
+    write_wave(<uint8_t *>zmq.msg_data(&message.payload), table.wave)
+    rank.wave_told = table.wave
     return 0
+
+# Once all ranks have parked, and said so: those that had not read the start they were last told of wake up by it, and
+# would wait in a collective for those that had read it before they parked. These are told of another.
+cdef inline void wake_together(Table *table, const Zmq *zmq) noexcept nogil:
+    cdef uint32_t i, waking = 0
+    for i in range(table.rank_count):
+        if table.ranks[i].parks != table.ranks[0].parks:
+            return
+        waking += table.ranks[i].wave_done < table.ranks[i].wave_told
+    if waking == 0 or waking == table.rank_count:
+        return
+    table.wave += 1
+    for i in range(table.rank_count):
+        if table.ranks[i].wave_done >= table.ranks[i].wave_told:
+            tell_wave(table, zmq, i)
 
 # msgpack: [wave, nil], nil for no rank that is left out
 cdef inline void write_wave(uint8_t *payload, uint64_t wave) noexcept nogil:

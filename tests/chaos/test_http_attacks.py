@@ -41,7 +41,10 @@ def counts(served: Served) -> dict[str, int]:
 
 @contextmanager
 def nothing_left(served: Served) -> Iterator[None]:
-    """After the block, every count comes back to what it was, and the server still answers."""
+    """After the block, no count stays above what it was, and the server still answers.
+
+    Below is no leak: descriptors of an earlier test's service may go meanwhile.
+    """
     assert served.chat("long " * 60_000, max_tokens=1).status == 200  # its thread is made once and kept
     gc.collect()  # sockets of an earlier test's service
     wait_until(lambda: counts(served)["connections"] == 0)
@@ -49,7 +52,7 @@ def nothing_left(served: Served) -> Iterator[None]:
     yield
     gc.collect()
     try:
-        wait_until(lambda: counts(served) == before, 20)
+        wait_until(lambda: all(count <= before[name] for name, count in counts(served).items()), 20)
     except AssertionError:
         assert counts(served) == before
     assert served.chat().status == 200

@@ -220,16 +220,42 @@ def test_the_clock_passes_what_ranks_have_completed_and_never_goes_back(lockstep
     assert len(lockstep.ranks[0].waves) == 3
 
 
-def test_ranks_that_parked_beside_a_request_are_woken(lockstep):
+def parked(lockstep, *waves):
+    """All ranks have parked, each after that wave."""
+    for index, wave in enumerate(waves):
+        lockstep.send(index, message(wave_complete=wave, engine_index=index))
+        lockstep.pump()
+    return [rank.waves for rank in lockstep.ranks]
+
+
+def test_a_rank_that_used_up_a_start_before_all_parked_is_woken_with_those_that_had_not_read_it(lockstep):
     stream = lockstep.submit(rank=0)
+    lockstep.pump()
+    assert parked(lockstep, 0, 1, 0) == [[1], [1, 3], [1]]
+    assert parked(lockstep, 1, 3, 1) == [[1], [1, 3], [1]], "all have parked, and nobody wakes"
+    stream.abort()
+
+
+@pytest.mark.parametrize("waves", [(0, 0, 0), (1, 1, 1), (1, 2, 5)])
+def test_ranks_that_all_wake_or_all_sleep_are_told_nothing(lockstep, waves):
+    stream = lockstep.submit(rank=0)
+    lockstep.pump()
+    assert parked(lockstep, *waves) == [[1]] * 3
+    stream.abort()
+
+
+def test_a_submit_while_ranks_tell_that_they_parked_wakes_all_of_them_once(lockstep):
+    streams = [lockstep.submit(rank=0)]
     lockstep.pump()
     lockstep.send(1, message(wave_complete=1, engine_index=1))
     lockstep.pump()
-    assert [rank.waves for rank in lockstep.ranks] == [[1, 3]] * 3
-    stream.abort()
-    lockstep.send(1, message(wave_complete=3, engine_index=1))
+    streams.append(lockstep.submit(rank=2))
+    lockstep.pump()
+    lockstep.send(0, message(wave_complete=0, engine_index=0))
+    lockstep.send(2, message(wave_complete=0, engine_index=2))
     lockstep.pump()
     assert [rank.waves for rank in lockstep.ranks] == [[1, 3]] * 3
+    assert len(streams) == 2
 
 
 def test_a_rank_that_needs_a_wave_gets_it_on_all_ranks(lockstep):

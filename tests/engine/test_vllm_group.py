@@ -307,6 +307,7 @@ def test_no_wake_up_is_lost_between_a_submit_and_the_ranks_parking(vllm, idle):
         (*_, last) = collect(group.submit([1], smg.SamplingParams(max_tokens=1 + number % 5)))
         assert last.finish_reason == "length", number
     idle(group)
+    assert group.wait_utility("is_sleeping", timeout=10) == [False] * 3, "a rank waits for others that sleep"
     unharmed(mock)
 
 
