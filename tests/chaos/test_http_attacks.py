@@ -98,9 +98,11 @@ def test_resets_at_every_byte_of_a_streamed_answer_leave_nothing(serve: Serve, q
         for cut in range(0, len(whole)):
             with served.dial() as raw:
                 raw.send(request)
-                left = cut
-                while left:
-                    left -= len(raw.socket.recv(left))
+                got = b""
+                while len(got) < cut and not got.endswith(
+                    b"\r\n0\r\n\r\n"
+                ):  # tokens may share an event: it is shorter then
+                    got += raw.socket.recv(cut - len(got))
                 hang_up(raw.socket, hard=True)
 
 
