@@ -234,6 +234,7 @@ def test_an_add_that_was_dropped_before_it_was_sent_is_never_sent_nor_aborted(ma
         while True:
             accepted.append(group.submit([1] * 50, short()))
     kept = accepted.pop()
+    wait_until(lambda: group.counters["requests"][0] > 0)
     for stream in accepted:
         stream.abort()
     del accepted, stream

@@ -107,8 +107,11 @@ def test_a_dense_rank_dies_alone_and_a_group_takes_the_engines_of_a_new_start(li
 
     # An engine that is asked to stop says how its requests ended.
     stopped, _ = live.running()
+    queued = [
+        live.group.submit(PROMPT, LONG, rank=0).blocking(PATIENCE) for _ in range(16)
+    ]  # more than is done at once
     second.processes()[0].terminate()
-    assert last_of(stopped).finish_reason == "abort"
+    assert "abort" in {last_of(reader).finish_reason for reader in (stopped, *queued)}
     wait_until(lambda: live.states() == ["dead", "dead"], "both ranks are gone")
     assert live.group.requests == 0
 
