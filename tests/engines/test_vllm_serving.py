@@ -133,9 +133,11 @@ def test_ranks_register_what_they_are(served: Served) -> None:
 
 
 def test_all_ranks_serve(served: Served) -> None:
+    served.group.wait_utility("pause_scheduler", "keep")  # none ends before the last is in
     streams = [served.group.submit(PROMPT, SHORT) for _ in range(4 * served.ranks)]
     ranks = [stream.rank for stream in streams]
     assert sorted(ranks) == sorted([*range(served.ranks)] * 4)
+    served.group.wait_utility("resume_scheduler")
     expected = served.reference.told["greedy"].tokens
     assert [tokens_of(stream) for stream in streams] == [expected] * len(streams)
     answers = at_once(*[lambda: served.front.ask(CHAT, BODIES["chat"][1])] * (2 * served.ranks))
