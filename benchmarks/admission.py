@@ -21,9 +21,9 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.compare_http import DEMO_MODEL
 from smg.bench import accounting
 from smg.bench.chats import Words
+from smg.bench.fronts import MODEL
 from smg.http import tokenizer
 from smg.http.front import FAST_INLINE_BYTES, INLINE_BYTES, Front
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.admission", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model-path", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--model-path", type=Path, default=MODEL)
     args = parser.parse_args()
     print(accounting.machine())
     versions = accounting.versions("tokenizers", "fastokens", "uvloop")

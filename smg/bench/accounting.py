@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -53,24 +52,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def figure(values: Iterable[float], digits: int = 2) -> str:
-    """Median and range of what several repeats gave."""
-    values = list(values)
-    if not values:
-        return "–"
-    middle = f"{statistics.median(values):.{digits}f}"
-    if len(values) == 1:
-        return middle
-    return f"{middle} ({min(values):.{digits}f}–{max(values):.{digits}f})"
-
-
-def ratio(values: Sequence[float], rivals: Sequence[float]) -> float:
-    """Ratio of the medians."""
-    if not values or not rivals:
-        return float("nan")
-    return statistics.median(values) / statistics.median(rivals)
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
@@ -102,26 +83,16 @@ def version_facts(*names: str) -> dict[str, str]:
     return found
 
 
+def line(facts: Mapping[str, Any]) -> str:
+    """Such facts as one line."""
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
 def machine() -> str:
     """One line on where this ran, including how busy it was with other things."""
-    model = "unknown CPU"
-    with open("/proc/cpuinfo") as info:
-        for line in info:
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return (
-        f"{model}, {len(os.sched_getaffinity(0))} CPUs, {platform.system()} {platform.release().split('-')[0]}, "
-        f"load before the run {os.getloadavg()[0]:.1f}"
-    )
+    return line(machine_facts())
 
 
 def versions(*names: str) -> str:
     """Python's version and those of some distributions."""
-    parts = [f"{platform.python_implementation()} {platform.python_version()}"]
-    for name in names:
-        try:
-            parts.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            pass
-    return ", ".join(parts)
+    return line(version_facts(*names))

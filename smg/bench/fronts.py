@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import smg
 from smg.bench import accounting
@@ -26,8 +26,9 @@ from smg.bench.turns import BenchError, Plan, Receiver
 
 MODEL = Path(smg.__file__).parent / "data" / "demo-model"
 RUST = "rust"
-SEND, RECEIVE_AND_SEND = "send", "receive + send"
+SEND, RECEIVE_AND_SEND = Floor.name, "receive + send"
 ROWS, COLUMNS = 4096, 129
+BULK_CHARACTERS, BULK_RATE, BULK_CONNECTIONS = 1_000_000, 50, 16
 Result = dict[str, Any]
 
 
@@ -43,7 +44,7 @@ class Case:
     step_ms: float
     size: int = 200  # characters of a prompt
     ramp_ms: float = 0.0
-    bulk: bool = False  # one-megabyte requests beside it
+    bulk: bool = False  # one-megabyte requests beside it, and a run without them before
 
     @property
     def streamed(self) -> bool:
@@ -61,7 +62,8 @@ CASES = [
     Case("bulk256", "256 streams × 128, 10 ms, beside 50 × 1 MB/s", 256, 768, 128, 10, ramp_ms=1300, bulk=True),
 ]
 WARM_UP = Case("warm_up", "", 32, 64, 16, 0)
-ENGINE_CASES = {"tokenspeed": CASES, "vllm": [case for case in CASES if "_" not in case.name and not case.bulk]}
+#: reading and tokenizing requests is the same over every wire: once is enough
+ENGINE_CASES = {"tokenspeed": CASES, "vllm": [case for case in CASES if case.streamed and not case.bulk]}
 
 
 class Bench:
@@ -96,7 +98,8 @@ class Bench:
         bulk = None
         if case.bulk:
             seconds = (case.count / case.connections * case.tokens * case.step_ms + case.ramp_ms) / 1e3
-            bulk = Client(server.port, self.bodies(16, 1_000_000, 1, False), connections=16, rate=50, limit=seconds)
+            bodies = self.bodies(BULK_CONNECTIONS, BULK_CHARACTERS, 1, False)
+            bulk = Client(server.port, bodies, connections=BULK_CONNECTIONS, rate=BULK_RATE, limit=seconds)
         before, ranks_before = server.cpu(), accounting.process_cpu(ranks.pid) if ranks else 0.0
         client.start()
         if bulk is not None:
@@ -107,46 +110,83 @@ class Bench:
         result["gateway_cpu"] = server.cpu() - before
         result["ranks_cpu"] = accounting.process_cpu(ranks.pid) - ranks_before if ranks else 0.0
         result["rss"] = server.rss_mb()
-        result["wrong"] = result["errors"] + result["refused"] + abs(case.count - result["ok"])
+        # an answer that is whole but odd is an error too, and one that never came is neither refused nor an error
+        result["wrong"] = max(result["errors"] + result["refused"], case.count - result["ok"])
         if not result["ok"]:
             raise BenchError(f"{server.name} answered no request of {case.name}: {result['error']}")
         return result
 
+    def turn(self, case: Case, server: Server) -> Result:
+        """A run; of a case with one-megabyte requests, also what it was `alone`, without them and just before."""
+        alone = self.run(replace(case, bulk=False), server) if case.bulk else None
+        return self.run(case, server) | {"alone": alone}
+
 
 # -------------------------------------------------------------- what is measured of a run
 
-Pick = Callable[[Result], float]
+
+class Metric(NamedTuple):
+    """A quantity of a run."""
+
+    title: str
+    unit: str
+    pick: Callable[[Result], float]
 
 
-def _metrics(case: Case) -> dict[str, tuple[str, str, Pick]]:
-    unit = "tokens" if case.streamed else "ok"
-    found: dict[str, tuple[str, str, Pick]] = {
-        "cpu": (
-            "CPU",
-            f"µs/{'token' if case.streamed else 'request'}",
-            lambda r: r["gateway_cpu"] / max(1, r[unit]) * 1e6,
-        )
-    }
+def _metrics(case: Case) -> dict[str, Metric]:
+    unit, per = ("tokens", "token") if case.streamed else ("ok", "request")
+
+    def cpu(of: str) -> Callable[[Result], float]:
+        return lambda r: float(r[of] / max(1, r[unit]) * 1e6)
+
+    found = {"cpu": Metric("CPU", f"µs/{per}", cpu("gateway_cpu"))}
     if case.streamed:
         found |= {
-            "delay_p50": ("delay of a token, p50", "ms", lambda r: r["delay"][0]),
-            "delay_p99": ("delay of a token, p99", "ms", lambda r: r["delay"][2]),
-            "gap_p99": ("between tokens, p99", "ms", lambda r: r["gap"][2]),
+            "delay_p50": Metric("delay of a token, p50", "ms", lambda r: r["delay"][0]),
+            "delay_p99": Metric("delay of a token, p99", "ms", lambda r: r["delay"][2]),
+            "gap_p99": Metric("between tokens, p99", "ms", lambda r: r["gap"][2]),
+            "events": Metric("events", "per token", lambda r: r["events"] / max(1, r["tokens"])),
         }
+    if case.bulk:
+        found |= {
+            "gap_p99_alone": Metric(
+                "between tokens without the 1 MB requests, p99", "ms", lambda r: r["alone"]["gap"][2]
+            ),
+            "gap_times": Metric(
+                "between tokens with the 1 MB requests, p99 (× without them)",
+                "×",
+                lambda r: r["gap"][2] / r["alone"]["gap"][2],
+            ),
+            "bulk_ok": Metric("1 MB requests answered", "requests", lambda r: r["bulk"]["ok"]),
+            "bulk_refused": Metric(
+                "1 MB requests refused or broken", "requests", lambda r: r["bulk"]["refused"] + r["bulk"]["errors"]
+            ),
+            "bulk_late": Metric(
+                "1 MB requests not sent, since all connections waited", "requests", lambda r: r["bulk"]["late"]
+            ),
+        }
+    if not case.step_ms:
+        found["rate"] = Metric(f"{per}s", "per second", lambda r: r[unit] / r["seconds"])
     first = "ttft" if case.streamed else "whole"
     return found | {
-        "first_p50": ("TTFT, p50" if case.streamed else "whole request, p50", "ms", lambda r: r[first][0]),
-        "first_p99": ("TTFT, p99" if case.streamed else "whole request, p99", "ms", lambda r: r[first][2]),
-        "rss": ("resident memory", "MB", lambda r: r["rss"]),
-        "wrong": ("requests that failed", "requests", lambda r: r["wrong"]),
+        "first_p50": Metric("TTFT, p50" if case.streamed else "whole request, p50", "ms", lambda r: r[first][0]),
+        "first_p99": Metric("TTFT, p99" if case.streamed else "whole request, p99", "ms", lambda r: r[first][2]),
+        "rss": Metric("resident memory", "MB", lambda r: r["rss"]),
+        "wrong": Metric("requests that failed", "requests", lambda r: r["wrong"]),
+        "client_cpu": Metric("CPU of the load client beside it", f"µs/{per}", cpu("cpu")),
+        "ranks_cpu": Metric("CPU of the simulated ranks behind it", f"µs/{per}", cpu("ranks_cpu")),
     }
 
 
 def measure(plan: Plan, model: Path = MODEL) -> Iterator[Measurement]:
     for engine in plan.engines:
         cases = [replace(case, count=_count(plan, case)) for case in _cases(plan, engine)]
-        if cases:
+        if cases or plan.wants(_idle(engine)):
             yield from _engine(plan, engine, cases, model)
+
+
+def _idle(engine: str) -> str:
+    return f"http.{engine}.idle"
 
 
 def _count(plan: Plan, case: Case) -> int:
@@ -154,12 +194,12 @@ def _count(plan: Plan, case: Case) -> int:
 
 
 def _cases(plan: Plan, engine: str) -> list[Case]:
-    if plan.streams:
-        tokens, step_ms = plan.tokens or 128, 10.0 if plan.step_ms is None else plan.step_ms
+    if plan.streams or plan.tokens or plan.step_ms is not None:
+        streams, step_ms = plan.streams or 256, 10.0 if plan.step_ms is None else plan.step_ms
+        tokens = min(plan.tokens or 128, COLUMNS - 1)
         pace = f"{step_ms:g} ms" if step_ms else "unthrottled"
-        name = f"{'paced' if step_ms else 'unthrottled'}{plan.streams}"
-        title = f"{plan.streams} streams × {tokens}, {pace}"
-        cases = [Case(name, title, plan.streams, 3 * plan.streams, min(tokens, COLUMNS - 1), step_ms)]
+        name = f"{'paced' if step_ms else 'unthrottled'}{streams}"
+        cases = [Case(name, f"{streams} streams × {tokens}, {pace}", streams, 3 * streams, tokens, step_ms)]
     else:
         cases = ENGINE_CASES[engine]
     return [case for case in cases if plan.wants(f"http.{engine}.{case.name}")]
@@ -181,6 +221,10 @@ def _engine(plan: Plan, engine: str, cases: list[Case], model: Path) -> Iterator
             plan.progress(f"the Rust gateway takes no part; --rust-python PYTHON names an environment with {RIVAL}")
         for server in gateways.values():  # caches, code paths and memory as in a gateway that has run for a while
             bench.run(WARM_UP, server)
+        if plan.wants(_idle(engine)):
+            idle = {name: [server.rss_mb()] for name, server in gateways.items()}
+            title = f"{engine}: resident memory after {WARM_UP.count} requests, before the others"
+            yield Measurement(_idle(engine), title, "MB", idle, {"engine": engine})
         for case in cases:
             yield from _case(plan, engine, case, bench, gateways)
 
@@ -190,9 +234,15 @@ def _case(plan: Plan, engine: str, case: Case, bench: Bench, gateways: dict[str,
     results: dict[str, list[Result]] = {}
 
     def cpu_of(server: Server) -> float:
-        result = bench.run(case, server)
+        result = bench.turn(case, server)
         results.setdefault(server.name, []).append(result)
-        return metrics["cpu"][2](result)
+        if result["wrong"]:
+            plan.progress(
+                f"{name}: {result['wrong']} requests failed at {server.name}: {result['error'] or 'no answer'}"
+            )
+        if case.bulk and result["bulk"]["error"]:
+            plan.progress(f"{name}: {server.name} said of a 1 MB request: {result['bulk']['error']}")
+        return metrics["cpu"].pick(result)
 
     contestants: dict[str, Callable[[], float]] = {n: partial(cpu_of, server) for n, server in gateways.items()}
     with ExitStack() as stack:

@@ -143,7 +143,7 @@ class Gateway(Server):
 class Floor(Server):
     """The C server that writes one ready-made event per stream and step: the kernel's share of every gateway."""
 
-    name = "write floor (C)"
+    name = "send"
 
     def __init__(self, step_ms: float, tokens: int) -> None:
         self.port = free_port()

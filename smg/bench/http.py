@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,6 +44,13 @@ METRICS = {
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--model-path",
+        type=Path,
+        default=fronts.MODEL,
+        metavar="DIR",
+        help="without --url: tokenizer and chat template of the gateways (default: the demo's)",
+    )
     parser.add_argument(
         "--url",
         action="append",
@@ -78,7 +86,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
 def configured(args: argparse.Namespace) -> Callable[[Plan], Iterator[Measurement]]:
     """The measurement that these options ask for."""
     if not args.url:
-        return fronts.measure
+        return partial(fronts.measure, model=args.model_path)
     return partial(_load_test, args)
 
 

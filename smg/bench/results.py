@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ Bars = dict[str, dict[str, float]]  # measurement -> rival (or AT_MOST) -> the h
 
 @dataclass(frozen=True)
 class Measurement:
-    """Samples of one quantity, of which less is better. `facts` say what was set for it: streams, ranks, …"""
+    """Samples of one quantity. `facts` say what was set for it: streams, ranks, … Bars bound it from above."""
 
     name: str
     title: str
@@ -49,6 +49,11 @@ def spread(values: Sequence[float]) -> float:
     return high - low
 
 
+def _over(ours: float, theirs: float) -> float:
+    """Their ratio, also where there is nothing: none failed here and none there is as many."""
+    return ours / theirs if theirs else float("inf") if ours else 1.0
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Our values beside a rival's, or beside a limit (`theirs` is None). `bar` is the highest allowed ratio."""
@@ -63,8 +68,7 @@ class Comparison:
         """Ours / theirs, of the medians; the median of the repeats' ratios when these are pairs."""
         if self.paired and self.theirs is not None:
             return statistics.median(self._ratios)
-        below = 1.0 if self.theirs is None else statistics.median(self.theirs)
-        return statistics.median(self.ours) / below if below else float("inf")
+        return _over(statistics.median(self.ours), 1.0 if self.theirs is None else statistics.median(self.theirs))
 
     @property
     def reached(self) -> bool | None:
@@ -83,11 +87,13 @@ class Comparison:
     @property
     def _ratios(self) -> list[float]:
         pairs = zip(self.ours, self.theirs or (), strict=True)
-        return [ours / theirs if theirs else float("inf") if ours else 1.0 for ours, theirs in pairs]
+        return [_over(ours, theirs) for ours, theirs in pairs]
 
     def __str__(self) -> str:
         reached = self.reached
         if reached is None:
+            if self.bar is None and self.theirs is not None and len({*self.ours, *self.theirs}) == 1:
+                return "the same"
             few = min(len(self.ours), len(self.theirs or self.ours)) < 2
             found = "cannot tell: one repeat" if few else "cannot tell: the spread is larger than the difference"
         elif self.bar is None:
@@ -123,12 +129,12 @@ def read_bars(path: Path) -> Bars:
     return bars
 
 
-def hold(measurements: Sequence[Measurement], bars: Bars, parts: Iterable[str]) -> tuple[int, list[str]]:
-    """The exit status of --assert, and why. Bars of parts that were not run are left out."""
+def hold(measurements: Sequence[Measurement], bars: Bars, asked: Callable[[str], bool]) -> tuple[int, list[str]]:
+    """The exit status of --assert, and why. Bars of measurements that were not asked for are left out."""
     by_name = {measurement.name: measurement for measurement in measurements}
     status, why = ACCEPTED, []
     for name, of in bars.items():
-        if name.partition(".")[0] not in parts:
+        if not asked(name):
             continue
         compared = compare(by_name[name], bars) if name in by_name else {}
         for rival in of:

@@ -25,6 +25,11 @@ from smg.bench.results import (
     spread,
 )
 
+
+def of_embed(name: str) -> bool:
+    return name.startswith("embed.")
+
+
 samples = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=9)
 
 
@@ -49,6 +54,12 @@ def test_one_repeat_says_nothing_about_its_spread() -> None:
     alone = Comparison([1.0], [100.0])
     assert alone.reached is None
     assert str(alone) == "cannot tell: one repeat"
+
+
+def test_values_that_are_all_one_are_the_same() -> None:
+    assert str(Comparison([0.0, 0.0], [0.0, 0.0])) == "the same"
+    assert Comparison([0.0, 0.0], [0.0, 0.0]).ratio == 1
+    assert str(Comparison([1.0, 1.0], [0.0, 0.0])) == "more"
 
 
 @given(samples, samples, st.none() | st.floats(0.05, 20))
@@ -82,7 +93,7 @@ def test_swapping_the_contestants_swaps_the_conclusion(ours: list[float], theirs
     ],
 )
 def test_a_bar_is_met_missed_or_not_decided(ours: list[float], bar: float, status: int) -> None:
-    found, why = hold([measurement(ours, [4.0, 4.0, 4.1])], {"embed.outlet": {"pyzmq": bar}}, ["embed"])
+    found, why = hold([measurement(ours, [4.0, 4.0, 4.1])], {"embed.outlet": {"pyzmq": bar}}, of_embed)
     assert found == status
     assert (why == []) == (status == ACCEPTED)
 
@@ -90,20 +101,20 @@ def test_a_bar_is_met_missed_or_not_decided(ours: list[float], bar: float, statu
 def test_a_missed_bar_outweighs_an_undecided_one() -> None:
     bars = {"embed.outlet": {"pyzmq": 0.5, AT_MOST: 1.0}}
     for order in (bars, {"embed.outlet": dict(reversed(bars["embed.outlet"].items()))}):
-        assert hold([measurement([1.9, 2.0, 2.2], [4.0, 4.0, 4.1])], order, ["embed"])[0] == FELL_SHORT
+        assert hold([measurement([1.9, 2.0, 2.2], [4.0, 4.0, 4.1])], order, of_embed)[0] == FELL_SHORT
 
 
-def test_a_bar_on_what_was_not_measured_falls_short_unless_its_part_was_not_run() -> None:
+def test_a_bar_on_what_was_not_measured_falls_short_unless_it_was_not_asked_for() -> None:
     bars = {"embed.outlet": {"vllm client": 0.5}, "http.chat": {"rust": 0.5}}
-    status, why = hold([measurement([1.0, 1.0], [4.0, 4.0])], bars, ["embed"])
+    status, why = hold([measurement([1.0, 1.0], [4.0, 4.0])], bars, of_embed)
     assert status == FELL_SHORT
     assert why == ["embed.outlet, vllm client: was not measured"]
 
 
 def test_a_limit_is_held_against_our_own_median() -> None:
     alone = Measurement("embed.idle", "idle", "MB", {OURS: [3.0, 3.1, 3.2]})
-    assert hold([alone], {"embed.idle": {AT_MOST: 20}}, ["embed"]) == (ACCEPTED, [])
-    assert hold([alone], {"embed.idle": {AT_MOST: 2}}, ["embed"])[0] == FELL_SHORT
+    assert hold([alone], {"embed.idle": {AT_MOST: 20}}, of_embed) == (ACCEPTED, [])
+    assert hold([alone], {"embed.idle": {AT_MOST: 2}}, of_embed)[0] == FELL_SHORT
 
 
 def test_the_table_has_a_row_per_rival_with_ratio_and_conclusion() -> None:
