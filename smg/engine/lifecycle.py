@@ -122,6 +122,7 @@ class RankLife:
         self.stale = 0  # events of an earlier incarnation
         self.lost = 0  # incarnations that ended by LOST
         self._awaited: set[Event] = set()
+        self._hurried = False  # whether `deadline` is that of `hurry`
 
     def handle(self, event: Event, now: float, *, incarnation: int | None = None, why: str = "") -> list[Step]:
         """Take one event in; what has to be done for it, in order.
@@ -142,7 +143,18 @@ class RankLife:
         if self.deadline is None or now < self.deadline:
             return []
         missing = " and ".join(sorted(event.name for event in self._awaited))
-        return self._apply(Event.OVERDUE, now, f"no {missing} within {self.hello_timeout:g} s")
+        why = "before it hung up" if self._hurried else f"within {self.hello_timeout:g} s"
+        return self._apply(Event.OVERDUE, now, f"no {missing} {why}")
+
+    def hurry(self, until: float) -> None:
+        """In a handshake whose process has hung up while another waits: give it up by `until`, if not before."""
+        self._hurried = True
+        self.deadline = until if self.deadline is None else min(self.deadline, until)
+
+    def hand_on(self, now: float) -> None:
+        """In a handshake whose process has gone without a trace: its incarnation is the pending dialer's."""
+        self.pending = False
+        self.deadline = now + self.hello_timeout
 
     def describe(self) -> str:
         """State and what explains it, in words for an error message."""
@@ -161,6 +173,7 @@ class RankLife:
             return []
         self._awaited.remove(event)
         self.deadline = now + self.hello_timeout
+        self._hurried = False
         return self._apply(Event.COMPLETE, now) if not self._awaited else []
 
     def _apply(self, event: Event, now: float, why: str = "") -> list[Step]:
@@ -168,7 +181,7 @@ class RankLife:
         self.state, actions = TABLE[before, event]
         if Action.BIND_AND_INIT in actions:
             self.incarnation += 1
-            self.pending = False
+            self.pending = self._hurried = False
             self._awaited = {Event.READY, Event.REGISTERED}
         if Action.KEEP_HELLO in actions:
             self.duplicate_hello += 1

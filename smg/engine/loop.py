@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from smg import _fastpath
 from smg._decoded import fault_error
 from smg.engine.address import SocketDirectory
+from smg.engine.connections import Connections
 from smg.engine.lifecycle import (
     Action,
     Event,
@@ -41,6 +41,8 @@ _log = logging.getLogger("smg")
 _STATES = list(State)  # Core numbers the states in this order
 _DRAIN_POLL = 0.02  # seconds between looks at a draining rank
 _IDLE = 3600.0  # seconds the pump may stay away when nothing is due
+_READY_GRACE = 5.0  # seconds that a READY may come after its rank could take work
+_GONE_GRACE = 0.5  # seconds that a registration may come after the end of a connection whose READY nobody heard
 _EVENT = _fastpath.EventKind
 _ABORT, _NOBODY = 1, b"\x90"  # an ABORT of no request, which every engine takes and ignores
 
@@ -90,9 +92,13 @@ class Loop:
         self._directory = directory
         self._name = directory.path.rpartition("/")[2]  # in the log
         self._sockets: list[Sockets | None] = [None] * ranks
-        self._dialed: dict[int, int] = {}  # rank -> descriptor of the connection of its last HELLO
-        self._open: set[int] = set()  # descriptors of the handshake socket's connections
-        self._unready: dict[int, int] = {}  # the same of ranks whose READY has not come
+        self._dialed: dict[int, int] = {}  # rank -> connection of its last HELLO
+        self._told: dict[int, int] = {}  # rank -> connection that its last INIT is for
+        self._doubt: dict[int, set[int]] = {}  # rank -> other connections, one of which may have got that INIT
+        self._unready: set[int] = set()  # ranks whose READY has not come, and would be heard
+        self._ready_by: dict[int, tuple[int, float]] = {}  # rank -> incarnation that could take work, end of patience
+        self._gone: dict[int, int] = {}  # rank -> incarnation that has hung up in its handshake
+        self._restless = False  # whether to come back as soon as the pump has looked once
         self._asked: dict[int, int] = {}  # rank -> its incarnation that was sent something to see if it is there
         self._noted: set[tuple[int, str]] = set()
         self._commands: list[Callable[[], None]] = []
@@ -116,7 +122,7 @@ class Loop:
                     "(two worker URLs can derive the same port: name one with handshake_address)"
                 ) from None
             self.address: str = self._handshake.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._connections = self._handshake.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+            self._connections = Connections(self._handshake)
             core.watch_rare(self._handshake.fileno())
             core.watch_rare(self._connections.fileno())
         except BaseException:
@@ -210,9 +216,12 @@ class Loop:
 
     def _patience(self) -> float:
         """Seconds until the next thing that only this thread notices."""
+        if self._restless:
+            return 0.0
         if any(life.state is State.DRAINING for life in self.lives):
             return _DRAIN_POLL
         due = [life.deadline for life in self.lives if life.deadline is not None]
+        due += [until for _, until in self._ready_by.values()]
         return max(0.0, min(due) - time.monotonic()) if due else _IDLE
 
     def _watch_the_clock(self) -> None:
@@ -221,6 +230,13 @@ class Loop:
             self._carry_out(life, life.expire(now))
             if life.state is State.DRAINING and not self.core.in_flight(life.index):
                 self._handle(life.index, Event.EMPTY)
+        for rank, (incarnation, until) in list(self._ready_by.items()):
+            if now >= until:
+                del self._ready_by[rank]
+                if self.lives[rank].state is State.HELLO and self.lives[rank].incarnation == incarnation:
+                    # Whoever connects with a rank's identity takes it over on the handshake socket, saying nothing.
+                    self._note(rank, "unheard", "rank %d has registered, and no READY is heard; it takes work", rank)
+                    self._handle(rank, Event.READY, incarnation=incarnation)
 
     def _serve_commands(self) -> None:
         with self._lock:
@@ -229,18 +245,22 @@ class Loop:
             command()
 
     def _serve_handshake(self) -> None:
+        self._restless = False
         self._read_handshake()
-        gone = self._hung_up()
-        if gone:
-            self._read_handshake()  # what they had said before: READY perhaps, after which they need no connection
-            for rank, incarnation in gone.items():
-                if rank in self._unready and self.lives[rank].state is State.HELLO:
-                    self._handle(rank, Event.LOST, incarnation=incarnation, why="hung up before it was READY")
-            self._serve_handshake()  # an INIT to a successor can have swallowed the signal of the next HELLO
+        self._connections.read()
+        gone = {life.index: life.incarnation for life in self.lives if self._hung_up(life)}
+        for rank, incarnation in gone.items():
+            if self._gone.get(rank) == incarnation:
+                self._judge(self.lives[rank])
+            else:
+                # The pump looks first for what it may have connected, and this thread for what it may have said.
+                self._restless = True
+        self._gone = gone
 
     def _read_handshake(self) -> None:
         while self._poller.poll(0):
             frames = self._handshake.recv_multipart(zmq.NOBLOCK, copy=False)
+            connection = self._connections.hear(int(frames[0].get(zmq.SRCFD)))
             status: list[handshake.Status] = []
 
             def status_of(frame: bytes, status: list[handshake.Status] = status) -> str:
@@ -249,24 +269,46 @@ class Loop:
 
             heard = hear_handshake([frame.bytes for frame in frames], len(self.lives), status_of)
             if heard.rank is not None and heard.event is Event.HELLO:
-                self._dialed[heard.rank] = int(frames[0].get(zmq.SRCFD))
+                self._heed_hello(heard.rank, connection)
             elif heard.rank is not None and heard.event is Event.READY:
-                self._unready.pop(heard.rank, None)
+                self._unready.discard(heard.rank)
             self._on_heard(self._agreeing(heard, status[0].parallel_config_hash) if status else heard)
 
-    def _hung_up(self) -> dict[int, int]:
-        """Rank -> incarnation of those that have closed their connection and may not have said READY."""
-        while self._connections.poll(0):
-            event = parse_monitor_message(self._connections.recv_multipart(zmq.NOBLOCK))
-            (self._open.add if event["event"] == zmq.EVENT_ACCEPTED else self._open.discard)(event["value"])
-        return {
-            life.index: life.incarnation
-            for life in self.lives
-            if life.state is State.HELLO
-            and not life.pending  # else another process is heard for it
-            and life.index in self._unready
-            and self._unready[life.index] not in self._open
-        }
+    def _heed_hello(self, rank: int, connection: int) -> None:
+        """Note what a HELLO tells about who said one before."""
+        for other, told in self._told.items():
+            if told == connection != 0:  # which says HELLO once: the one before has had the same descriptor
+                self._told[other] = 0
+                if other == rank:
+                    self._doubt[rank].add(connection)
+        if self._told.get(rank) in self._connections.open:
+            self._unready.discard(rank)  # it is not heard any more, and may have been READY when it hangs up
+        self._dialed[rank] = connection
+
+    def _hung_up(self, life: RankLife) -> bool:
+        """Whether the process that a rank's INIT was for has closed its connection and shows nothing else."""
+        rank = life.index
+        return (
+            life.state is State.HELLO
+            and self._told[rank] not in self._connections.open
+            and rank not in self._early
+            and not self.core.connected(rank)
+        )
+
+    def _judge(self, life: RankLife) -> None:
+        """Give the place of a process that has hung up in its handshake to the next, if there can be one."""
+        rank = life.index
+        if life.pending and self._dialed[rank] in self._doubt[rank]:
+            life.hand_on(time.monotonic())
+            self._send_init(rank, life.incarnation)
+            self._unready.add(rank)
+        elif rank in self._unready:
+            self._handle(rank, Event.LOST, incarnation=life.incarnation, why="hung up before it was READY")
+        elif life.pending:
+            life.hurry(time.monotonic() + _GONE_GRACE)
+        else:
+            return  # it was READY, after which it need not stay connected
+        self._restless = True  # sending an INIT can swallow the signal of the next HELLO
 
     def _agreeing(self, heard: Heard, config_hash: str | None) -> Heard:
         """A READY, or that it is refused: ranks that step together have to run with one parallel_config."""
@@ -285,6 +327,9 @@ class Loop:
             self._note(-1, heard.why, "refused a dialer: %s", heard.why)
         else:
             self._handle(heard.rank, heard.event, incarnation=incarnation, why=heard.why)
+            if heard.event is Event.REGISTERED and self.lives[heard.rank].state is State.HELLO:
+                life = self.lives[heard.rank]
+                self._ready_by.setdefault(heard.rank, (life.incarnation, time.monotonic() + _READY_GRACE))
 
     def _on_event(
         self,
@@ -381,7 +426,7 @@ class Loop:
 
     def _bind_and_init(self, rank: int, incarnation: int) -> None:
         self.registrations[rank] = None
-        self._unready[rank] = self._dialed[rank]
+        self._unready.add(rank)
         try:
             sockets = self._bind(rank, incarnation)
         except zmq.ZMQError as error:
@@ -390,6 +435,10 @@ class Loop:
             return
         self._sockets[rank] = sockets
         self.core.attach(rank, incarnation, sockets.input, sockets.output, sockets.monitor)
+        self._send_init(rank, incarnation)
+
+    def _send_init(self, rank: int, incarnation: int) -> None:
+        """Answer the newest dialer of a rank. An engine reads one INIT, and leaves a second of the same unread."""
         init = handshake.encode_init(
             [self._directory.input(rank, incarnation)],
             [self._directory.output(rank, incarnation)],
@@ -399,6 +448,10 @@ class Loop:
             self._handshake.send_multipart([handshake.identity(rank), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.warning("%s: rank %d: INIT could not be sent: %s", self._name, rank, error)
+        # It went to the last that had connected with the rank's identity, which may have been after the HELLO.
+        self._connections.read()
+        self._told[rank] = self._dialed[rank]
+        self._doubt[rank] = set(self._connections.silent)
 
     def _bind(self, rank: int, incarnation: int) -> Sockets:
         output = self._context.socket(zmq.PULL)
@@ -425,6 +478,7 @@ class Loop:
             return
         self._config_hashes.pop(rank, None)
         self._early.pop(rank, None)
+        self._ready_by.pop(rank, None)
         self.calls.rank_died(rank)
         self.core.end_rank(rank)  # a handshake that was given up has none, a drained rank neither
         self.core.detach(rank)
