@@ -26,7 +26,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ import msgpack
 import zmq
 
 from smg.bench import frames
+from smg.bench.ranks import pull_socket
 from smg.engine.group import EngineGroup
 
 ROWS = 32
@@ -169,12 +169,7 @@ def with_pump(load: str, count: int) -> Delays:
 
 
 def with_thread(load: str, count: int) -> Delays:
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="smg-bench-"))
-        context: zmq.Context[Any] = stack.enter_context(zmq.Context())
-        pull = stack.enter_context(context.socket(zmq.PULL))
-        pull.setsockopt(zmq.RCVHWM, 0)
-        pull.bind(f"ipc://{directory}/out")
+    with pull_socket() as (pull, address):
         counted, counters = os.eventfd(0, os.EFD_NONBLOCK), Counter[str]()
         decode = frames.decoder().decode
         received, measured = 0, threading.Event()
@@ -191,7 +186,7 @@ def with_thread(load: str, count: int) -> Delays:
 
         receiver = threading.Thread(target=receive)
         receiver.start()
-        sender = Sender(f"ipc://{directory}/out", True, counted, count)
+        sender = Sender(address, True, counted, count)
         busy(load, lambda: sender.serve(lambda: os.eventfd_read(counted)))
         delays = sender.delays()
         measured.set()

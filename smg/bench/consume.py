@@ -15,10 +15,8 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,7 @@ import zmq
 
 from smg._outlets import Outlet, Output
 from smg.bench import frames
-from smg.bench.ranks import NEVER, Ranks, groups_with_ranks
+from smg.bench.ranks import NEVER, Ranks, groups_with_ranks, pull_socket
 from smg.bench.simulator import IDS, Simulator
 from smg.engine.group import EngineGroup
 from smg.errors import Overloaded
@@ -231,13 +229,7 @@ def main() -> None:
         with groups_with_ranks(args.engine, args.groups, args.ranks) as (groups, ranks):
             run(rounds(partial(ON_GROUPS[args.kind], groups), Measured(ranks, args.step_ms), args), args.loop)
         return
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="smg-bench-"))
-        context: zmq.Context[Any] = stack.enter_context(zmq.Context())
-        pull = stack.enter_context(context.socket(zmq.PULL))
-        pull.setsockopt(zmq.RCVHWM, 0)
-        pull.bind(f"ipc://{directory}/out")
-        simulator = stack.enter_context(Simulator(f"ipc://{directory}/out", plain=True, start_at=NEVER))
+    with pull_socket() as (pull, address), Simulator(address, plain=True, start_at=NEVER) as simulator:
         measured = Measured([Ranks(simulator)], args.step_ms)
         work = partial(ON_A_SOCKET[args.kind], pull)
         fill = partial(simulator.call, "fill", count=args.streams)

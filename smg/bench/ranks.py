@@ -1,10 +1,13 @@
-"""Groups with ranks that make no step until they are told to, for receivers whose cost is measured."""
+"""What receivers whose cost is measured receive from: ranks that make no step until they are told to."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import zmq
 
 from smg.bench.simulator import Simulator
 from smg.engine.group import EngineGroup
@@ -16,24 +19,29 @@ class Ranks:
     """Ranks of a group, in a process of their own. They hold at first."""
 
     def __init__(self, simulator: Simulator) -> None:
-        self._simulator = simulator
+        self.simulator = simulator
 
     def start(self, step_ms: float) -> None:
         """Make steps, until all requests have ended or `hold`."""
-        self._simulator.call("pace", step_ms=step_ms, start_at=1)
+        self.simulator.call("pace", step_ms=step_ms, start_at=1)
 
     def hold(self) -> None:
         """Take requests, make no steps."""
-        self._simulator.call("pace", step_ms=10, start_at=NEVER)
+        self.simulator.call("pace", step_ms=10, start_at=NEVER)
 
     def adds(self) -> int:
         """Requests that have arrived so far."""
-        return self._simulator.totals()["adds"]
+        return self.simulator.totals()["adds"]
 
 
 @contextmanager
-def groups_with_ranks(engine: str, groups: int, ranks: int) -> Iterator[tuple[list[EngineGroup], Sequence[Ranks]]]:
-    """Groups in this process, their sockets in a directory of their own, with `ranks` live ranks each."""
+def groups_with_ranks(
+    engine: str, groups: int, ranks: int, **options: Any
+) -> Iterator[tuple[list[EngineGroup], Sequence[Ranks]]]:
+    """Groups in this process, their sockets in a directory of their own, with `ranks` live ranks each.
+
+    `options` are the simulator's.
+    """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="smg-bench-"))
         made: list[EngineGroup] = []
@@ -43,10 +51,23 @@ def groups_with_ranks(engine: str, groups: int, ranks: int) -> Iterator[tuple[li
                 f"ipc://{directory}/{number}", backend=engine, ranks=ranks, handshake_address="tcp://127.0.0.1:0"
             )
             made.append(stack.enter_context(group))
-            simulator = Simulator(group.handshake_address, engine=engine, ranks=ranks, start_at=NEVER)
+            simulator = Simulator(group.handshake_address, engine=engine, ranks=ranks, start_at=NEVER, **options)
             theirs.append(Ranks(stack.enter_context(simulator)))
         for group in made:
             group.wait_ready(30)
         yield made, theirs
         for group in made:
             group.close()  # before the ranks, so that it does not report their deaths
+
+
+@contextmanager
+def pull_socket() -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A socket as a group has it for outputs, for those who receive without a group, and its address."""
+    with (
+        tempfile.TemporaryDirectory(prefix="smg-bench-") as directory,
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as pull,
+    ):
+        pull.setsockopt(zmq.RCVHWM, 0)
+        pull.bind(f"ipc://{directory}/out")
+        yield pull, f"ipc://{directory}/out"

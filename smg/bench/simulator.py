@@ -14,9 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -26,7 +24,7 @@ import zmq
 import zmq.backend.cython._zmq as pyzmq
 
 from smg.bench import native
-from smg.engine.group import EngineGroup
+from smg.bench.turns import environment
 from smg.protocol import handshake
 
 TOTALS = ("adds", "aborts", "frames", "tokens", "undecodable")
@@ -76,13 +74,11 @@ class Simulator:
             "engine": engine, "elements": elements, "token_ids": list(token_ids), "rows": rows, "columns": columns,
             "stamps": self.stamps_path,
         }  # fmt: skip
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "smg.bench.simulator", json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
             pass_fds=pass_fds,
         )
 
@@ -121,20 +117,6 @@ class Simulator:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-@contextmanager
-def group_with_ranks(ranks: int = 1, **options: Any) -> Iterator[tuple[EngineGroup, Simulator]]:
-    """A group in this process, its sockets in a directory of its own, and ranks that are live."""
-    with tempfile.TemporaryDirectory(prefix="smg-bench-") as directory:
-        url = f"ipc://{directory}/engine"
-        with (
-            EngineGroup(url, backend="tokenspeed", ranks=ranks, handshake_address="tcp://127.0.0.1:0") as group,
-            Simulator(group.handshake_address, ranks=ranks, **options) as simulator,
-        ):
-            group.wait_ready(30)
-            yield group, simulator
-            group.close()  # before the ranks, so that it does not report their deaths
 
 
 # -------------------------------------------------------------- the process

@@ -18,16 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 from smg.bench import accounting
-from smg.bench.simulator import group_with_ranks
+from smg.bench.ranks import groups_with_ranks
 from smg.errors import Overloaded
 from smg.sampling import SamplingParams
 
-NEVER = 1 << 30
 PROMPT = list(range(1000, 1100))
 
 
 def call(count: int = 4000) -> list[float]:
-    with group_with_ranks(start_at=NEVER) as (group, simulator):
+    with groups_with_ranks("tokenspeed", 1, 1) as ([group], [ranks]):
         outlet = group.outlet()
         costs, streams = [], []
         params = SamplingParams(max_tokens=128, temperature=0.7)
@@ -35,13 +34,13 @@ def call(count: int = 4000) -> list[float]:
             begin = time.thread_time()
             streams += [group.submit(PROMPT, params, outlet=outlet) for _ in range(100)]
             costs.append((time.thread_time() - begin) / 100 * 1e6)
-            while simulator.totals()["adds"] < len(streams):
+            while ranks.adds() < len(streams):
                 time.sleep(0.001)
         return costs
 
 
 def reach(count: int = 2000) -> list[float]:
-    with group_with_ranks(start_at=NEVER, rows=count) as (group, simulator):
+    with groups_with_ranks("tokenspeed", 1, 1, rows=count) as ([group], [ranks]):
         outlet = group.outlet()
         begun, streams = [], []
         for seed in range(count):
@@ -49,18 +48,18 @@ def reach(count: int = 2000) -> list[float]:
             begun.append(time.monotonic_ns())
             streams.append(group.submit(PROMPT, params, outlet=outlet))
             time.sleep(0.001)
-        while simulator.totals()["adds"] < count:
+        while ranks.adds() < count:
             time.sleep(0.001)
-        return [(int(simulator.stamps[seed, 0]) - begin) / 1e3 for seed, begin in enumerate(begun)]
+        return [(int(ranks.simulator.stamps[seed, 0]) - begin) / 1e3 for seed, begin in enumerate(begun)]
 
 
-def wake(ranks: int, frames: int = 1000) -> list[float]:
-    with group_with_ranks(ranks, start_at=NEVER) as (group, simulator):
+def wake(count: int, frames: int = 1000) -> list[float]:
+    with groups_with_ranks("tokenspeed", 1, count) as ([group], [ranks]):
         outlet = group.outlet()
         stream = group.submit(PROMPT, SamplingParams(max_tokens=frames), outlet=outlet, rank=0)
         time.sleep(0.2)
         begin = time.process_time()
-        simulator.call("pace", step_ms=1, start_at=1)
+        ranks.start(1)
         while group.counters["frames"][0] < frames:
             time.sleep(0.1)
         cost = time.process_time() - begin
@@ -69,20 +68,20 @@ def wake(ranks: int, frames: int = 1000) -> list[float]:
 
 
 def idle(count: int = 10_000) -> list[float]:
-    with group_with_ranks(start_at=NEVER) as (group, simulator):
+    with groups_with_ranks("tokenspeed", 1, 1) as ([group], [ranks]):
         outlet = group.outlet()
         streams: list[Any] = [None] * count  # a list is the caller's
         gc.collect()
-        before = accounting.rss_mb(os.getpid()) - accounting.rss_mb(simulator.pid)
+        before = accounting.rss_mb(os.getpid()) - accounting.rss_mb(ranks.simulator.pid)
         for at in range(count):
             while streams[at] is None:
                 try:
                     streams[at] = group.submit(PROMPT, outlet=outlet)
                 except Overloaded:  # the engine has not read the last thousand yet
                     time.sleep(0.001)
-        while simulator.totals()["adds"] < count:
+        while ranks.adds() < count:
             time.sleep(0.01)
-        return [accounting.rss_mb(os.getpid()) - accounting.rss_mb(simulator.pid) - before]
+        return [accounting.rss_mb(os.getpid()) - accounting.rss_mb(ranks.simulator.pid) - before]
 
 
 def main() -> None:

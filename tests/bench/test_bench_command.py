@@ -63,6 +63,26 @@ def test_files_that_cannot_be_used_are_named_before_anything_runs(
     assert printed.out == ""
 
 
+def test_bars_of_what_only_leaves_out_are_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "bars.json"
+    path.write_text(json.dumps({NAME: {"msgspec": 1000}, "decode.tokenspeed.rows256": {"msgspec": 1e-6}}))
+    assert main([*DECODE, "--only", "rows8", "--assert", str(path)]) == 0
+    assert main([*DECODE, "--assert", str(path)]) == FELL_SHORT
+
+
+def test_only_what_nothing_is_called_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DECODE, "--only", "rows9"]) == 2
+    assert "--only rows9: nothing that decode measures has this in its name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ranks=2", "--rust-python=python", "--step-ms=1"])
+def test_an_option_that_would_change_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*DECODE, option])
+    assert ended.value.code == 2
+    assert option in capsys.readouterr().err
+
+
 def test_what_is_missing_is_named_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
