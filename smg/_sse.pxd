@@ -17,10 +17,9 @@ cdef class Histogram:
 
 
 cdef class Wire:
-    cdef object protocol         # of the connection; its transport is None once that is lost
+    cdef object write            # of the connection's transport; None once that is lost
     cdef public bytes head       # status line and headers, sent with the first part; None then
-    cdef bytes lead              # first part queued and not written
-    cdef list more               # the parts after it, or None
+    cdef Buffer out              # what is queued and not written
     cdef bint chunked            # HTTP/1.1 framing; else the connection's end ends the body
     cdef readonly bint started   # something was written, so the status is decided
     cdef readonly bint ended

@@ -13,7 +13,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from smg._escape cimport escape_into, escape_size, hex_digit
 from smg._outlets cimport Output
-from smg._text cimport Buffer, Detokenizer, buffer_append, buffer_free
+from smg._text cimport Buffer, Detokenizer, buffer_append, buffer_free, buffer_reserve
 
 from smg.errors import Error
 
@@ -118,76 +118,83 @@ cdef class Histogram:
 
 # ---------------------------------------------------------------- writing
 
+cdef enum:
+    CHUNK_FRAME = 20   # bytes at most around a chunk: 16 digits of its size and two ends of line
+
+
+cdef inline char *write_chunk_size(char *at, Py_ssize_t size) noexcept nogil:
+    """The line before a chunk that is not empty; returns its end."""
+    cdef int shift = 0
+    while size >> shift > 15:
+        shift += 4
+    while shift >= 0:
+        at[0] = hex_digit(<uint32_t>(size >> shift))
+        at += 1
+        shift -= 4
+    at[0], at[1] = 0x0d, 0x0a
+    return at + 2
+
+
 cdef class Wire:
     """The event stream of one HTTP response: the only thing that writes to its connection.
 
-    `protocol` is the connection's (its `transport` is None once the client is gone). `chunked` frames each part as
-    HTTP/1.1 wants it. `head`, the status line and headers, is sent with the first part.
+    `protocol` is the connection's, which tells when the client does not read, or is gone (its `transport` is None
+    then). `chunked` frames each part as HTTP/1.1 wants it. `head`, the status line and headers, is sent with the
+    first part.
     """
 
     def __cinit__(self, protocol, bint chunked):
-        self.protocol = protocol
+        transport = protocol.transport
+        self.write = None if transport is None else transport.write
         self.chunked = chunked
         self.head = b""
         self.choices = []
 
+    def __dealloc__(self):
+        buffer_free(&self.out)
+
     cdef int put(self, bytes part) except -1:
-        """Queue a framed part."""
-        self.quiet = 0
+        """Queue bytes as they go over the wire, the head before the first of them."""
         if self.head is not None:
-            part = self.head + part
-            self.head = None
+            head, self.head = self.head, None
             self.started = True
-        if self.lead is None:
-            self.lead = part
-        elif self.more is None:
-            self.more = [part]
-        else:
-            self.more.append(part)
+            self.put(head)
+        if buffer_append(&self.out, <const uint8_t *>PyBytes_AS_STRING(part), PyBytes_GET_SIZE(part)) < 0:
+            raise MemoryError
         return 0
 
     cdef int put_text(self, bytes before, const uint8_t *text, Py_ssize_t size, bytes after) except -1:
-        """Queue `before`, the escaped text, `after` as one part."""
+        """Queue `before`, the escaped text, `after` as one part, framed."""
         cdef Py_ssize_t first = PyBytes_GET_SIZE(before), last = PyBytes_GET_SIZE(after)
         cdef Py_ssize_t body = first + escape_size(text, size) + last
-        cdef Py_ssize_t rest = body
-        cdef int digits = 0
-        cdef int i
-        cdef bytes part
-        cdef char *out
-        if not self.chunked:
-            part = PyBytes_FromStringAndSize(NULL, body)
-            out = PyBytes_AS_STRING(part)
-        else:
-            while rest:
-                digits += 1
-                rest >>= 4
-            part = PyBytes_FromStringAndSize(NULL, body + digits + 4)
-            out = PyBytes_AS_STRING(part)
-            for i in range(digits):
-                out[i] = hex_digit(<uint32_t>(body >> 4 * (digits - 1 - i)))
-            out += digits
-            out[0], out[1] = 0x0d, 0x0a
-            out += 2
-        memcpy(out, PyBytes_AS_STRING(before), first)
-        out = escape_into(out + first, text, size)
-        memcpy(out, PyBytes_AS_STRING(after), last)
+        cdef char *at
+        if self.head is not None:
+            self.put(b"")
+        if buffer_reserve(&self.out, body + CHUNK_FRAME) < 0:
+            raise MemoryError
+        at = <char *>self.out.data + self.out.size
         if self.chunked:
-            out[last], out[last + 1] = 0x0d, 0x0a
-        return self.put(part)
+            at = write_chunk_size(at, body)
+        memcpy(at, PyBytes_AS_STRING(before), first)
+        at = escape_into(at + first, text, size)
+        memcpy(at, PyBytes_AS_STRING(after), last)
+        at += last
+        if self.chunked:
+            at[0], at[1] = 0x0d, 0x0a
+            at += 2
+        self.out.size = at - <char *>self.out.data
+        return 0
 
     cdef int flush(self) except -1:
         """Write what is queued, in one call."""
-        cdef bytes lead = self.lead
-        if lead is None:
+        cdef bytes queued
+        if self.out.size == 0:
             return 0
-        self.lead = None
-        if self.more is not None:
-            lead += b"".join(self.more)
-            self.more = None
-        transport = self.protocol.transport
-        if transport is not None:
-            transport.write(lead)
+        queued = PyBytes_FromStringAndSize(<char *>self.out.data, self.out.size)
+        self.out.size = 0
+        self.quiet = 0
+        if self.write is not None:
+            self.write(queued)
         return 0
 
     def send(self, bytes part not None) -> None:
@@ -212,6 +219,10 @@ cdef class Wire:
         elif self.head is not None:
             self.put(b"")
         self.flush()
+
+    def leave(self) -> None:
+        """The client is gone: nothing is written any more."""
+        self.write = None
 
     def pause(self) -> None:
         """The transport's buffer is full: texts coalesce until `resume`."""

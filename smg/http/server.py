@@ -54,6 +54,8 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._server.open_connections -= 1
         self.head_received()
+        if self.wire is not None:
+            self.wire.leave()
         if self._plain is not None:
             self._plain.cancel()
         super().connection_lost(exc)

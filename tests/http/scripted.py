@@ -63,6 +63,8 @@ class Client:
 
     def leave(self) -> None:
         self.transport = None
+        if self.wire is not None:
+            self.wire.leave()
 
     @property
     def head(self) -> bytes:
