@@ -14,7 +14,7 @@ from typing import Any
 
 from smg._version import __version__
 from smg.bench import accounting
-from smg.bench.results import HEADER, Bars, Measurement, document, hold, read_bars, rows
+from smg.bench.results import Bars, Measurement, document, hold, read_bars, table
 from smg.bench.turns import BenchError, Plan, printed
 
 DESCRIPTION = """\
@@ -234,7 +234,7 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
     except KeyboardInterrupt:
         say("stopped; what was measured so far:")
     context["seconds"] = round(time.time() - begin, 1)
-    print(accounting.table(HEADER, rows(measured, bars)))
+    print(accounting.table(*table(measured, bars)))
     kept = document(measured, context)
     if args.json:
         args.json.write_text(json.dumps(kept, indent=1) + "\n")

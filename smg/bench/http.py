@@ -37,10 +37,12 @@ METRICS = {
     "e2e_p90": ("whole request, p90", "ms"),
     "e2e_p99": ("whole request, p99", "ms"),
     "throughput": ("tokens", "per second"),
-    "goodput": ("requests that are {objective}", "per second"),
+    "goodput": ("requests {objective}", "per second"),
+    "good": ("requests {objective}", "%"),
     "errors": ("errors{kinds}", "requests"),
     "late_p99": ("this client began late by, p99", "ms"),
 }
+OPEN_ONLY = "late_p99"
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
@@ -103,8 +105,10 @@ def _load_test(args: argparse.Namespace, plan: Plan) -> Iterator[Measurement]:
         *(None if ms is None else ms / 1e3 for ms in (args.slo_ttft_ms, args.slo_token_ms, args.slo_e2e_ms))
     )
     count = args.requests or (50 if plan.quick else 200)
-    for target in targets.values():
-        _run(loadtest.run(target, Load(shape, args.warm_up, concurrency=args.warm_up), plan.seed - 1))
+    for name, target in targets.items():
+        warm_up = _run(loadtest.run(target, Load(shape, args.warm_up, concurrency=args.warm_up), plan.seed - 1))
+        if warm_up.sent and warm_up.errors.total() == len(warm_up.sent):
+            raise BenchError(f"{name} answered none of {args.warm_up} requests to warm up: {warm_up.complaint}")
     closed = args.concurrency or ([] if args.rate else [plan.streams or 16])
     loads = [(f"http.closed.{n}", {"concurrency": n}, Load(shape, max(count, n), concurrency=n)) for n in closed]
     loads += [(f"http.open.{rate:g}", {"rate": rate}, Load(shape, count, rate=rate)) for rate in args.rate or []]
@@ -127,11 +131,13 @@ def _point(
                 given[metric].setdefault(server, []).append(value)
             plan.progress(
                 f"{name}: {repeat + 1}/{plan.repeats}, {server}: TTFT p50 {figures['ttft_p50']:.1f} ms, "
-                f"{figures['throughput']:.0f} tokens/s, {figures['errors']:.0f} errors"
+                f"{figures['throughput']:.0f} tokens/s, errors: {run.complaint or 'none'}"
             )
     shown = ", ".join(f"{server}: {_counted(found)}" for server, found in kinds.items() if found)
     what = f"{facts['concurrency']} at once" if "concurrency" in facts else f"{facts['rate']:g} a second"
     for metric, (title, unit) in METRICS.items():
+        if metric == OPEN_ONLY and load.rate is None:
+            continue
         samples = {server: given[metric][server] for server in targets}
         title = title.format(objective=objective, kinds=f" ({shown})" if shown else "")
         yield Measurement(

@@ -65,6 +65,7 @@ class Sent:
     ended: float = 0.0
     tokens: int = 0  # as the server counts them, else the pieces
     error: str | None = None
+    said: str = ""  # what the server said of the error
 
     @property
     def ttft(self) -> float:
@@ -96,8 +97,9 @@ class Objective:
         return all(bound is None or value <= bound for value, bound in reached)
 
     def __str__(self) -> str:
-        named = (("TTFT", self.ttft), ("per token", self.per_token), ("whole", self.whole))
-        return ", ".join(f"{name} ≤ {bound * 1e3:g} ms" for name, bound in named if bound is not None) or "answered"
+        named = (("TTFT", self.ttft), ("further tokens on average", self.per_token), ("whole", self.whole))
+        bounds = ", ".join(f"{name} ≤ {bound * 1e3:g} ms" for name, bound in named if bound is not None)
+        return f"with {bounds}" if bounds else "that were answered"
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,13 @@ class Run:
     def errors(self) -> Counter[str]:
         return Counter(sent.error for sent in self.sent if sent.error is not None)
 
+    @property
+    def complaint(self) -> str:
+        """The errors by kind and what the server said of one; empty when all were answered."""
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in self.errors.most_common())
+        said = next((sent.said for sent in self.sent if sent.said), "")
+        return f"{kinds} ({said})" if said else kinds
+
     def figures(self, objective: Objective) -> dict[str, float]:
         """By name: percentiles in ms of requests that were answered, rates per second, shares."""
         good = [sent for sent in self.sent if sent.error is None and sent.texts]
@@ -142,7 +151,8 @@ class Run:
             for label, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
         }
         found["throughput"] = sum(sent.tokens for sent in good) / self.seconds
-        found["goodput"] = sum(map(objective.met, self.sent)) / self.seconds
+        met = sum(map(objective.met, self.sent))
+        found["goodput"], found["good"] = met / self.seconds, 100 * met / len(self.sent)
         found["errors"] = float(sum(self.errors.values()))
         found["late_p99"] = percentile([sent.late for sent in self.sent], 0.99) * 1e3
         return found
@@ -194,8 +204,7 @@ async def send(session: aiohttp.ClientSession, target: Target, prompt: str, toke
     try:
         async with session.post(path, json=body) as response:
             if response.status != 200:
-                sent.error = f"HTTP {response.status}"
-                await response.read()
+                sent.error, sent.said = f"HTTP {response.status}", _message(await response.text(errors="replace"))
             else:
                 async for line in response.content:
                     finished = _take(sent, line) or finished
@@ -213,6 +222,16 @@ async def send(session: aiohttp.ClientSession, target: Target, prompt: str, toke
     return sent
 
 
+def _message(text: str) -> str:
+    """The message of an error body, or its beginning where it is not OpenAI's."""
+    try:
+        error = json.loads(text)["error"]
+        text = error["message"] if isinstance(error, dict) else error
+    except (ValueError, LookupError, TypeError):
+        pass
+    return " ".join(str(text).split())[:300]
+
+
 def _take(sent: Sent, line: bytes) -> bool:
     """Read one line of the event stream. True for the last event."""
     if not line.startswith(b"data:"):
@@ -222,7 +241,7 @@ def _take(sent: Sent, line: bytes) -> bool:
         return True
     event = json.loads(data)
     if "error" in event:
-        sent.error = "error event"
+        sent.error, sent.said = "error event", _message(data.decode())
         return False
     for choice in event.get("choices", ()):
         delta = choice.get("delta") or {}

@@ -163,8 +163,11 @@ def figure(values: Sequence[float]) -> str:
     return shown if len(values) == 1 else f"{shown} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def rows(measurements: Iterable[Measurement], bars: Bars) -> list[list[str]]:
-    """A row per rival: measurement, ours, rival, theirs, ratio, conclusion."""
+def table(measurements: Sequence[Measurement], bars: Bars) -> tuple[list[str], list[list[str]]]:
+    """Header, and a row per rival: measurement, ours, rival, theirs, ratio, conclusion.
+
+    Where nothing has a rival or a bar, measurement and value alone.
+    """
     shown = []
     for measurement in measurements:
         what, ours = f"{measurement.title} ({measurement.unit})", figure(measurement.ours)
@@ -174,11 +177,15 @@ def rows(measurements: Iterable[Measurement], bars: Bars) -> list[list[str]]:
             ratio = "–" if comparison.theirs is None else f"{comparison.ratio:.2f}"
             shown.append([what, ours, rival, theirs, ratio, str(comparison)])
         if not compared:
-            shown.append([what, ours, "–", "–", "–", "–"])
-    return shown
+            shown.append([what, ours, *NOBODY])
+    first = ", ".join(dict.fromkeys(next(iter(measurement.samples)) for measurement in measurements))
+    header = ["measurement", first, "rival", "rival's", f"{first} / rival", "conclusion"]
+    if all(row[2:] == NOBODY for row in shown):
+        header, shown = header[:2], [row[:2] for row in shown]
+    return header, shown
 
 
-HEADER = ["measurement", "smg", "rival", "rival's", "smg / rival", "conclusion"]
+NOBODY = ["–"] * 4
 
 
 def document(measurements: Iterable[Measurement], context: Mapping[str, Any]) -> dict[str, Any]:

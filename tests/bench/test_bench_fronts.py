@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from smg.bench import fronts
+from smg.bench.chats import piece_ids
+from smg.bench.gateways import Gateway
 from smg.bench.results import AT_MOST, FELL_SHORT, OURS
 from smg.bench.turns import Plan
 from smg.cli import main
@@ -78,3 +80,29 @@ def test_a_turn_with_one_megabyte_requests_is_set_beside_one_without_them() -> N
         "bulk_refused": 4,
         "bulk_late": 2,
     }
+
+
+def test_a_load_test_of_the_front_in_closed_and_open_loop_tells_goodput_and_errors_by_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    arguments = ["bench", "http", "--repeats", "2", "--requests", "6", "--concurrency", "3", "--rate", "300"]
+    arguments += ["--output-tokens", "8", "--slo-ttft-ms", "20000", "--slo-token-ms", "20000", "--slo-e2e-ms", "1e-3"]
+    ids = piece_ids(fronts.MODEL)
+    with Gateway(OURS, fronts.MODEL, token_ids=ids, rows=16, columns=16) as server:
+        assert server.simulator is not None
+        server.simulator.call("pace", step_ms=1, start_at=1)
+        assert main([*arguments, "--url", f"front=http://127.0.0.1:{server.port}", "--json", str(path)]) == 0
+        measured = {m["name"]: m for m in json.loads(path.read_text())["measurements"]}
+        assert main([*arguments, "--url", f"http://127.0.0.1:{server.port}", "--model", "other", "--completions"]) == 2
+    for loop in ("http.closed.3", "http.open.300"):
+        of = {
+            name: measured[f"{loop}.{name}"]["contestants"]["front"]["median"] for name in ("errors", "good", "itl_p50")
+        }
+        assert of["errors"] == 0
+        assert of["good"] == 0  # every request takes longer than the whole bound
+        assert of["itl_p50"] >= 0
+        assert measured[f"{loop}.throughput"]["contestants"]["front"]["median"] > 8
+    printed = capsys.readouterr()
+    assert "requests with TTFT ≤ 20000 ms, further tokens on average ≤ 20000 ms, whole ≤ 0.001 ms (%)" in printed.out
+    assert "8 × HTTP 404 (" in printed.err

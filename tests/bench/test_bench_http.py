@@ -120,8 +120,10 @@ async def test_errors_are_told_apart_by_kind(server: tuple[Server, str]) -> None
     scripted.fates = {1: "refused", 3: "broken", 4: "error", 6: "refused"}
     run = await loadtest.run(Target(url, "m"), Load(FIVE, 8, concurrency=1), seed=1)
     assert run.errors == {"HTTP 429": 2, "broken off": 1, "error event": 1}
+    assert run.complaint == "2 × HTTP 429, 1 × broken off, 1 × error event (busy)"
     figures = run.figures(Objective())
     assert figures["errors"] == 4
+    assert figures["good"] == 50
     assert figures["goodput"] == pytest.approx(4 / run.seconds)
 
 
@@ -177,7 +179,11 @@ def test_the_command_sends_several_servers_the_same_and_compares_them(
     for name in ("http.closed.2.ttft_p50", "http.open.200.goodput"):
         assert [len(of["samples"]) for of in measured[name]["contestants"].values()] == [2, 2]
     assert measured["http.open.200.errors"]["facts"]["errors"] == {"ours": {}, "theirs": {}}
-    assert "TTFT ≤ 5000 ms" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| 2 at once: requests with TTFT ≤ 5000 ms (%) | 100.0 (100.0–100.0) | theirs |" in out
+    assert "| ours | rival |" in out
+    assert "2 at once: this client began late" not in out
+    assert "200 a second: this client began late" in out
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "name="])
@@ -189,3 +195,26 @@ def test_a_url_that_is_none_is_refused(url: str, capsys: pytest.CaptureFixture[s
 def test_a_server_that_is_down_is_said_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "http", "--url", "http://127.0.0.1:9"]) == 2
     assert "cannot list its models" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_every_request_is_said_with_its_reason(
+    served: tuple[Server, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted, url = served
+    scripted.fates = dict.fromkeys(range(8), "refused")
+    assert main(["bench", "http", "--url", f"it={url}"]) == 2
+    assert "it answered none of 8 requests to warm up: 8 × HTTP 429 (busy)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"error": {"message": "a\\n b"}}', "a b"),
+        ('{"error": "plain"}', "plain"),
+        ('{"detail": 1}', '{"detail": 1}'),
+        ("[]", "[]"),
+        ("<html>", "<html>"),
+    ],
+)
+def test_what_a_server_says_of_an_error_is_kept_whatever_its_shape(body: str, message: str) -> None:
+    assert loadtest._message(body) == message

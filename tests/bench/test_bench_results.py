@@ -21,8 +21,8 @@ from smg.bench.results import (
     document,
     hold,
     read_bars,
-    rows,
     spread,
+    table,
 )
 
 
@@ -119,9 +119,16 @@ def test_a_limit_is_held_against_our_own_median() -> None:
 
 def test_the_table_has_a_row_per_rival_with_ratio_and_conclusion() -> None:
     both = Measurement("a", "what", "ms", {OURS: [1.0, 1.0], "one": [2.0, 2.0], "two": [4.0, 4.0]})
-    shown = rows([both], {"a": {"two": 0.2}})
+    header, shown = table([both], {"a": {"two": 0.2}})
+    assert header == ["measurement", "smg", "rival", "rival's", "smg / rival", "conclusion"]
     assert [row[2] for row in shown] == ["one", "two"]
     assert [row[4:] for row in shown] == [["0.50", "less"], ["0.25", "≤ 0.2: missed"]]
+
+
+def test_the_table_of_one_server_alone_has_its_name_and_nothing_to_compare() -> None:
+    alone = Measurement("http.closed.1.ttft_p50", "TTFT", "ms", {"10.0.0.1:80": [1.0, 1.0]})
+    assert table([alone], {}) == (["measurement", "10.0.0.1:80"], [["TTFT (ms)", "1.00 (1.00–1.00)"]])
+    assert len(table([alone], {alone.name: {AT_MOST: 2}})[0]) == 6
 
 
 @given(samples, samples)
