@@ -178,7 +178,8 @@ def table(measurements: Sequence[Measurement], bars: Bars) -> tuple[list[str], l
             shown.append([what, ours, rival, theirs, ratio, str(comparison)])
         if not compared:
             shown.append([what, ours, *NOBODY])
-    first = ", ".join(dict.fromkeys(next(iter(measurement.samples)) for measurement in measurements))
+    names = {next(iter(measurement.samples)) for measurement in measurements}
+    first = names.pop() if len(names) == 1 else OURS  # which has several names where it is set beside itself
     header = ["measurement", first, "rival", "rival's", f"{first} / rival", "conclusion"]
     if all(row[2:] == NOBODY for row in shown):
         header, shown = header[:2], [row[:2] for row in shown]

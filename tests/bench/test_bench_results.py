@@ -129,6 +129,8 @@ def test_the_table_of_one_server_alone_has_its_name_and_nothing_to_compare() -> 
     alone = Measurement("http.closed.1.ttft_p50", "TTFT", "ms", {"10.0.0.1:80": [1.0, 1.0]})
     assert table([alone], {}) == (["measurement", "10.0.0.1:80"], [["TTFT (ms)", "1.00 (1.00–1.00)"]])
     assert len(table([alone], {alone.name: {AT_MOST: 2}})[0]) == 6
+    wake = Measurement("embed.wake.ranks8", "wake", "µs", {"8 ranks": [1.0], "1 rank": [1.0]})
+    assert table([measurement([1.0], [2.0]), wake], {})[0][1] == OURS
 
 
 @given(samples, samples)
