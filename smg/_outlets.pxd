@@ -9,7 +9,8 @@ from smg._table cimport Outlet as OutletData
 
 cdef class Output:
     cdef uint32_t few[4]               # the tokens, when they are few
-    cdef uint32_t *tokens              # `few`, or memory of its own
+    cdef object many                   # bytes of them, when they are more
+    cdef uint32_t *tokens              # `few`, or in `many`
     cdef readonly uint32_t token_count # new tokens
     cdef uint8_t finish                # Finish; FINISH_NONE while running
     cdef readonly int32_t rank
@@ -18,9 +19,7 @@ cdef class Output:
     cdef readonly uint32_t cached_tokens
     cdef readonly object stop_reason
     cdef object reason                 # the engine's own word, when `finish` is FINISH_OTHER
-    cdef object cold                   # bytes of the logprob columns, or None
-    cdef object decode_cold
-    cdef object top                    # how many likeliest tokens were asked for, None = all
+    cdef object cold                   # None, or what decodes logprobs, how many likeliest ones, and the bytes of them
     cdef object token_list
 
 

@@ -9,9 +9,12 @@ import select
 import weakref
 from asyncio import _get_running_loop
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.list cimport PyList_New, PyList_SET_ITEM
+from cpython.long cimport PyLong_FromUnsignedLong
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint8_t, uint32_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy
 from posix.unistd cimport close
 
@@ -46,18 +49,17 @@ cdef class Output:
     rank that made it.
     """
 
-    def __cinit__(self):
-        self.tokens = self.few
-
-    def __dealloc__(self):
-        if self.tokens != self.few:
-            free(self.tokens)
-
     @property
     def token_ids(self) -> list:
         cdef uint32_t i
+        cdef list made
         if self.token_list is None:
-            self.token_list = [self.tokens[i] for i in range(self.token_count)]
+            made = PyList_New(self.token_count)
+            for i in range(self.token_count):
+                token = PyLong_FromUnsignedLong(self.tokens[i])
+                Py_INCREF(token)
+                PyList_SET_ITEM(made, i, token)
+            self.token_list = made
         return self.token_list
 
     @property
@@ -67,7 +69,10 @@ cdef class Output:
     @property
     def logprobs(self):
         """None when the engine sent none, else a (token_id, logprob, top) per token, top a list of pairs."""
-        return None if self.cold is None else self.decode_cold(self.cold, self.top)
+        if self.cold is None:
+            return None
+        decode, top, data = self.cold
+        return decode(data, top)
 
     def __repr__(self):
         return (
@@ -78,12 +83,12 @@ cdef class Output:
 
 cdef Output make_output(const Taken *taken, const uint32_t *tokens, Record record):
     cdef Output output = Output.__new__(Output)
-    if taken.token_count > 4:
-        output.tokens = <uint32_t *>malloc(taken.token_count * sizeof(uint32_t))
-        if output.tokens == NULL:
-            output.tokens = output.few
-            raise MemoryError
-    memcpy(output.tokens, tokens, taken.token_count * sizeof(uint32_t))
+    cdef size_t size = taken.token_count * sizeof(uint32_t)
+    output.tokens = output.few
+    if size > sizeof(output.few):
+        output.many = PyBytes_FromStringAndSize(NULL, size)
+        output.tokens = <uint32_t *>PyBytes_AS_STRING(output.many)
+    memcpy(output.tokens, tokens, size)
     output.token_count = taken.token_count
     output.finish = taken.finish if taken.cause == CAUSE_FINISHED else FINISH_NONE
     output.rank = taken.rank
@@ -97,9 +102,7 @@ cdef Output make_output(const Taken *taken, const uint32_t *tokens, Record recor
     if taken.stop_kind == STOP_ID:
         output.stop_reason = taken.stop_id
     if taken.cold != NULL:
-        output.cold = taken.cold[:taken.cold_size]
-        output.decode_cold = record.core.decode_cold
-        output.top = record.logprobs
+        output.cold = record.core.decode_cold, record.logprobs, <bytes>taken.cold[:taken.cold_size]
     return output
 
 
