@@ -7,7 +7,7 @@ taken is copied to C scratch with the mutex held and becomes Python objects afte
 import asyncio
 import select
 import weakref
-from asyncio import _get_running_loop
+from asyncio import InvalidStateError, _get_running_loop
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.list cimport PyList_New, PyList_SET_ITEM
@@ -321,8 +321,11 @@ cdef class Outlet:
             return
         for record in self.collect():
             waiter, record.waiter = record.waiter, None
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
+            if waiter is not None:
+                try:
+                    waiter.set_result(None)
+                except InvalidStateError:   # its wait was cancelled
+                    pass
         if self.core.table.closed and not self.data.slot_count:
             self.close()
 

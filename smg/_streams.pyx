@@ -6,7 +6,7 @@ Dropping a handle queues an ABORT and no more, so a finaliser may do it anywhere
 import asyncio
 from asyncio import Future, _get_running_loop
 
-from cpython.object cimport PyObject, PyTypeObject
+from cpython.object cimport PyObject, PyObject_Call, PyTypeObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint8_t, uint32_t
 from libc.stdlib cimport free, malloc
@@ -197,6 +197,7 @@ cdef class Stream:
         record.claimed = True
         iterator = StreamIterator.__new__(StreamIterator)
         iterator.stream = self
+        iterator.home = {"loop": loop}
         return iterator
 
     def blocking(self, timeout=None):
@@ -226,6 +227,7 @@ cdef class StreamIterator:
     """
 
     cdef Stream stream
+    cdef dict home   # how its futures are made: the loop's keyword
 
     def __del__(self):
         self.stream.record.release()
@@ -284,7 +286,7 @@ cdef int send_next(PyObject *iterator, PyObject *value, PyObject **result) excep
         raise RuntimeError("this stream's next output is already awaited")
     # asyncio itself refuses a task of another loop. The class is called since `create_future` of asyncio's loop, a
     # Python function, does just that and costs more than it.
-    waiter = record.waiter = Future(loop=record.loop())
+    waiter = record.waiter = PyObject_Call(Future, (), (<StreamIterator>iterator).home)
     waiter._asyncio_future_blocking = True
     Py_INCREF(waiter)
     result[0] = <PyObject *>waiter
