@@ -151,11 +151,6 @@ class RankLife:
         self._hurried = True
         self.deadline = until if self.deadline is None else min(self.deadline, until)
 
-    def hand_on(self, now: float) -> None:
-        """In a handshake whose process has gone without a trace: its incarnation is the pending dialer's."""
-        self.pending = False
-        self.deadline = now + self.hello_timeout
-
     def describe(self) -> str:
         """State and what explains it, in words for an error message."""
         text = f"rank {self.index}: {self.state.value}"
@@ -267,4 +262,6 @@ def _rank(frames: Sequence[bytes]) -> int | None:
 
 
 def _shown(frames: Sequence[bytes]) -> str:
+    if frames and len(frames[0]) == 5 and frames[0][0] == 0:  # made up by libzmq, another for each
+        return "of a connection that had none, or whose own was taken over,"
     return frames[0][:16].hex() or "''" if frames else "missing"

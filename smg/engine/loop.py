@@ -97,6 +97,7 @@ class Loop:
         self._doubt: dict[int, set[int]] = {}  # rank -> other connections, one of which may have got that INIT
         self._unready: set[int] = set()  # ranks whose READY has not come, and would be heard
         self._ready_by: dict[int, tuple[int, float]] = {}  # rank -> incarnation that could take work, end of patience
+        self._reused: dict[int, int] = {}  # rank -> incarnation whose addresses the next dialer may have been given
         self._gone: dict[int, int] = {}  # rank -> incarnation that has hung up in its handshake
         self._restless = False  # whether to come back as soon as the pump has looked once
         self._asked: dict[int, int] = {}  # rank -> its incarnation that was sent something to see if it is there
@@ -298,16 +299,15 @@ class Loop:
     def _judge(self, life: RankLife) -> None:
         """Give the place of a process that has hung up in its handshake to the next, if there can be one."""
         rank = life.index
-        if life.pending and self._dialed[rank] in self._doubt[rank]:
-            life.hand_on(time.monotonic())
-            self._send_init(rank, life.incarnation)
-            self._unready.add(rank)
-        elif rank in self._unready:
+        holders = self._connections.silent | ({self._dialed[rank]} if life.pending else set())
+        if rank in self._unready and not self._doubt[rank] & holders:
             self._handle(rank, Event.LOST, incarnation=life.incarnation, why="hung up before it was READY")
         elif life.pending:
+            if self._doubt[rank]:
+                self._reused[rank] = life.incarnation
             life.hurry(time.monotonic() + _GONE_GRACE)
         else:
-            return  # it was READY, after which it need not stay connected
+            return  # it was READY, after which it need not stay connected; or another has its INIT and says HELLO next
         self._restless = True  # sending an INIT can swallow the signal of the next HELLO
 
     def _agreeing(self, heard: Heard, config_hash: str | None) -> Heard:
@@ -381,6 +381,8 @@ class Loop:
         heard = hear_registration(frames, rank, self.backend, version_of)
         if heard.event is Event.REGISTERED and self.lives[rank].incarnation == incarnation:
             self.registrations[rank] = registration[0]
+            if (sockets := self._sockets[rank]) is not None:
+                sockets.input.setsockopt(zmq.ROUTER_HANDOVER, 0)  # from here on, nobody takes its place
             if registration[0].lockstep and not self.lockstep:
                 self.lockstep = True
                 self.core.step_together()
@@ -435,23 +437,22 @@ class Loop:
             return
         self._sockets[rank] = sockets
         self.core.attach(rank, incarnation, sockets.input, sockets.output, sockets.monitor)
-        self._send_init(rank, incarnation)
-
-    def _send_init(self, rank: int, incarnation: int) -> None:
-        """Answer the newest dialer of a rank. An engine reads one INIT, and leaves a second of the same unread."""
         init = handshake.encode_init(
             [self._directory.input(rank, incarnation)],
             [self._directory.output(rank, incarnation)],
             self._parallel_config,
         )
+        # It goes to the last that has connected with the rank's identity, which may have been after the HELLO. Then
+        # that connection was there before, or has come meanwhile.
+        self._connections.read()
+        self._told[rank] = self._dialed[rank]
+        self._doubt[rank] = set(self._connections.silent)
         try:
             self._handshake.send_multipart([handshake.identity(rank), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.warning("%s: rank %d: INIT could not be sent: %s", self._name, rank, error)
-        # It went to the last that had connected with the rank's identity, which may have been after the HELLO.
         self._connections.read()
-        self._told[rank] = self._dialed[rank]
-        self._doubt[rank] = set(self._connections.silent)
+        self._doubt[rank] |= self._connections.silent
 
     def _bind(self, rank: int, incarnation: int) -> Sockets:
         output = self._context.socket(zmq.PULL)
@@ -460,17 +461,25 @@ class Loop:
         monitor = output.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         input_ = self._context.socket(zmq.ROUTER)
         input_.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a vanished or full peer is an error, not a silent drop
+        input_.setsockopt(zmq.ROUTER_HANDOVER, 1)  # until the rank has registered, who came first may not be it
         input_.setsockopt(zmq.SNDHWM, 1000)
         input_.setsockopt(zmq.LINGER, 0)
         sockets = Sockets(input_, output, monitor)
         try:
-            output.bind(self._directory.output(rank, incarnation))
-            input_.bind(self._directory.input(rank, incarnation))
+            for known in self._names(rank, incarnation):
+                output.bind(self._directory.output(rank, known))
+                input_.bind(self._directory.input(rank, known))
         except BaseException:
             sockets.close()
-            self._directory.discard(rank, incarnation)
+            for known in self._names(rank, incarnation):
+                self._directory.discard(rank, known)
             raise
         return sockets
+
+    def _names(self, rank: int, incarnation: int) -> set[int]:
+        """The incarnations under whose addresses the process of this one may look for it."""
+        former = self._reused.get(rank, 0)
+        return {incarnation, former} if former == incarnation - 1 > 0 else {incarnation}
 
     def _unbind(self, rank: int, incarnation: int) -> None:
         sockets, self._sockets[rank] = self._sockets[rank], None
@@ -483,7 +492,8 @@ class Loop:
         self.core.end_rank(rank)  # a handshake that was given up has none, a drained rank neither
         self.core.detach(rank)
         sockets.close()
-        self._directory.discard(rank, incarnation)
+        for known in self._names(rank, incarnation):
+            self._directory.discard(rank, known)
 
     def _note(self, rank: int, topic: str, message: str, *args: object) -> None:
         """Log once per rank and topic, so that a loud dialer does not fill the log."""

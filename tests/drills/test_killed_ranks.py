@@ -195,6 +195,27 @@ def test_a_restart_that_dials_in_the_same_instant_as_its_predecessors_sigkill_ge
     idle(group)
 
 
+@pytest.mark.parametrize("rounds", [10, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_rank_that_is_restarted_twice_within_milliseconds_gets_in(make_fleet, idle, rounds):
+    fleet = make_fleet(1, step_ms=1.0)
+    group, chance = fleet.group, random.Random(rounds)
+    for seed in range(rounds):
+        fleet.replace(0, chance.uniform(-0.01, 0.03))
+        time.sleep(chance.uniform(0, 0.03))
+        fleet.replace(0, chance.uniform(-0.01, 0.03))
+        tokens, until = [], time.monotonic() + SOON
+        while not tokens:  # its predecessors are dead, so that only the last can answer
+            assert time.monotonic() < until, group._loop.lives[0].describe()
+            try:
+                tokens = [
+                    token for out in group.submit(PROMPT, params(seed, 3)).blocking(10) for token in out.token_ids
+                ]
+            except (smg.NoRank, smg.RankDied):
+                time.sleep(0.001)
+        assert tokens == fleet.reply(seed, 3)
+    idle(group)
+
+
 def test_requests_of_a_stopped_process_end_by_their_own_deadlines(make_fleet, idle):
     fleet = make_fleet(2, group={"stall_timeout": 0.2})
     group, readers = fleet.group, Readers(fleet.group)

@@ -73,6 +73,15 @@ class Process(Dialer):
         self.handshake.disable_monitor()
         return self
 
+    def take_identity(self):
+        """Connect, and be the one that the group's handshake socket reaches by this identity, without a word."""
+        self.connect()
+        while not self.handshake.poll(10):
+            self.group._loop.call(lambda: self.group._loop._handshake.send_multipart([handshake.identity(0), b"?"]))
+        wait_round(self.group)
+        while self.handshake.poll(10):
+            self.handshake.recv()
+
     def serve(self):
         """Go on to be the rank, which has to be answered."""
         assert self.handshake.poll(SOON * 1000), f"no INIT: {self.group._loop.lives[0].describe()}"
@@ -81,11 +90,21 @@ class Process(Dialer):
         self.register()
 
     def takes(self, group):
-        """Whether the next request comes here."""
-        wait_until(lambda: group.ranks[0].state == "live", SOON)
-        stream = group.submit(PROMPT, params())
-        assert self.input.poll(SOON * 1000)
-        return stream.request_id.encode() in self.input.recv_multipart()[1]
+        """Whether requests come here, once the death of a predecessor is known."""
+        until = time.monotonic() + SOON
+        while time.monotonic() < until:
+            try:
+                group.wait_ready(SOON)
+                stream = group.submit(PROMPT, params())
+            except smg.NotReady:
+                break
+            except smg.NoRank:
+                continue
+            while self.input.poll(100):
+                kind, payload = self.input.recv_multipart()
+                if kind == b"\x00" and stream.request_id.encode() in payload:
+                    return True
+        return False
 
 
 # ---------------------------------------------------------------- restarts
@@ -146,25 +165,34 @@ def test_a_predecessors_end_is_told_from_its_successors_connection_of_the_same_d
         assert second.takes(group)
 
 
-def test_an_init_that_went_to_the_next_dialer_is_good_for_it(group):
-    """The first is gone when its INIT is sent, the second has connected and not yet been heard."""
+@pytest.mark.parametrize("loads", [False, True], ids=["dials at once", "loads its model first"])
+@pytest.mark.parametrize("when", ["before the send", "while it is sent"])
+def test_an_init_that_went_to_the_next_dialer_is_good_for_it(group, monkeypatch, when, loads):
+    """The first has gone when its INIT is sent, the second has connected and not yet been heard."""
     first, second = Process(group), Process(group)
     with closing(first), closing(second):
-        bind = group._loop._bind
+        identity, bind, swapped = handshake.identity, group._loop._bind, threading.Event()
 
-        def bind_late(rank, incarnation):  # in the loop's thread: its HELLO was read, its INIT not sent
-            if incarnation == 1:
+        def swap():
+            if threading.current_thread() is group._loop._thread and not swapped.is_set():
+                swapped.set()
                 first.close()
                 second.connect()
                 time.sleep(0.05)
-            return bind(rank, incarnation)
 
-        group._loop._bind = bind_late
+        if when == "before the send":
+            monkeypatch.setattr(group._loop, "_bind", lambda *args: (swap(), bind(*args))[1])
+        else:
+            monkeypatch.setattr(handshake, "identity", lambda rank: (swap(), identity(rank))[1])
         first.connect().hello()
-        wait_until(lambda: group.ranks[0].state == "hello")
+        assert swapped.wait(5)
+        wait_round(group)
         second.hello()
+        if loads:
+            wait_until(lambda: group.ranks[0].incarnation == 2)  # nothing is heard under the first addresses
         second.serve()
         assert second.takes(group)
+        assert group.ranks[0].incarnation == 1 + loads
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(3000, marks=pytest.mark.slow)])
@@ -185,7 +213,6 @@ def test_who_is_left_of_processes_that_come_and_go_within_milliseconds_gets_in(g
             left.hello()
             time.sleep(chance.choice((0, 0.001)))
             left.serve()
-            wait_until(lambda: group.ranks[0].state == "live", SOON)
             assert left.takes(group)
 
 
@@ -198,15 +225,14 @@ def test_a_silent_connection_with_a_ranks_identity_keeps_the_rank_from_nothing(g
     silent, rank = Process(group), Process(group)
     with closing(silent), closing(rank):
         if when == "before its HELLO":
-            silent.connect()
+            silent.take_identity()
         rank.connect().hello()
         rank.init()
         if when == "after INIT":
-            silent.connect()
-            wait_until(lambda: len(group._loop._connections.silent) == 1)
+            silent.take_identity()
         rank.ready()
         if when == "after READY":
-            silent.connect()
+            silent.take_identity()
         rank.register()
         assert rank.takes(group)
         assert not silent.handshake.poll(0)
@@ -231,3 +257,27 @@ def test_a_rank_whose_hello_a_silent_connection_has_displaced_is_named_and_gets_
             tokens = [t for out in group.submit(PROMPT, params()).blocking(10) for t in out.token_ids]
             assert tokens == mock.reply(7, 3)
         assert not silent.handshake.poll(0)
+
+
+def test_a_silent_connection_on_a_ranks_input_keeps_it_from_nothing_before_or_after_it_registers(group):
+    silent, rank = Process(group), Process(group)
+    with closing(silent), closing(rank):
+        rank.connect().hello()
+        wait_until(lambda: group.ranks[0].state == "hello")
+
+        def listen():
+            dealer = silent._dealer(handshake.identity(0))
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            dealer.connect(f"ipc://{group.url[6:]}-in-0-1.sock")
+            assert monitor.poll(5000)
+            dealer.disable_monitor()
+            return dealer
+
+        before = listen()
+        time.sleep(0.05)  # the group's thread takes it in when it looks at that socket next
+        rank.serve()
+        assert rank.takes(group)
+        after = listen()
+        assert rank.takes(group)
+        assert not before.poll(0)
+        assert not after.poll(0)
