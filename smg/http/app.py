@@ -45,7 +45,7 @@ class App:
         self.limits = limits or ConnectionLimits()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._origins = frozenset(cors_origins)
-        self._id_headers = tuple(request_id_headers)
+        self._id_headers = tuple(name.lower() for name in request_id_headers)
         self._openapi = document(front.backend)
         get: dict[str, Route] = {path: self._info(answer) for path, answer in info.ROUTES.items()}
         get["/openapi.json"] = self._document
@@ -94,7 +94,7 @@ class App:
 
     def _guarded(self, route: Route) -> Route:
         async def checked(exchange: Exchange) -> web.StreamResponse:
-            scheme, _, given = exchange.request.headers.get("Authorization", "").partition(" ")
+            scheme, _, given = exchange.request.headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
             # Every key is compared, so that the time tells nothing about which one is close.
             matches = [hmac.compare_digest(digest, key) for key in self._keys]
@@ -110,7 +110,7 @@ class App:
         return checked
 
     def _allow_origin(self, exchange: Exchange) -> None:
-        origin = exchange.request.headers.get("Origin")
+        origin = exchange.request.headers.get("origin")
         if origin is not None and (origin in self._origins or "*" in self._origins):
             allowed = "*" if "*" in self._origins else origin
             exchange.extra += (

@@ -73,7 +73,7 @@ class Exchange:
         self.request_id, self.given = "", False
 
     def identify(self, prefix: str, names: tuple[str, ...]) -> None:
-        """Take the request's id from one of those headers, or make one. Answers echo it."""
+        """Take the request's id from one of those headers (lower case), or make one. Answers echo it."""
         headers = self.request.headers
         for name in names:
             given = headers.get(name)

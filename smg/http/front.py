@@ -196,10 +196,10 @@ class Front:
     def completion(self, path: str, job: Job, exchange: Exchange) -> Completion:
         """A completion of `job`, not started yet."""
         endpoint = ENDPOINTS[path]
+        count = max(map(len, job.prompts))
         for group in self.router.groups:
             longest = self.context(group)
-            if longest and any(len(prompt) >= longest for prompt in job.prompts):
-                count = max(map(len, job.prompts))
+            if longest and count >= longest:
                 raise invalid(
                     endpoint.fields["prompt_token_ids"],
                     f"the prompt has {count} tokens, and the context of {longest} must hold the answer too",

@@ -19,24 +19,17 @@ _head = re.compile(
     rb"POST (/[A-Za-z0-9/_.-]*) HTTP/1\.1\r\n"
     rb"((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[ \t]*[\x20-\x7e\t]*\r\n){1,64})\r\n"
 ).match
+_lines = re.compile(r"([^:]+):[ \t]*([^\r]*)\r\n").findall
 _framing = frozenset(
     (
         "connection", "content-encoding", "expect", "http2-settings", "keep-alive", "proxy-connection", "te", "trailer",
         "transfer-encoding", "upgrade",
     )
 )  # fmt: skip
-_USUAL = ("connection", "keep-alive")  # what HTTP/1.1 does anyway, and what many clients say
-
-
-class Headers(dict[str, str]):
-    """Header values by lower-case name; asked for in any case."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return super().get(name.lower(), default)
 
 
 class PlainRequest:
-    """What the front asks of aiohttp's request, of a request that was read whole."""
+    """What the front asks of aiohttp's request, of a request that was read whole. Headers have lower-case names."""
 
     __slots__ = ("body", "headers", "path", "protocol")
 
@@ -44,7 +37,7 @@ class PlainRequest:
     version = HttpVersion11
     keep_alive = True
 
-    def __init__(self, path: str, headers: Headers, body: bytes, protocol: Any) -> None:
+    def __init__(self, path: str, headers: dict[str, str], body: bytes, protocol: Any) -> None:
         self.path, self.headers, self.body, self.protocol = path, headers, body, protocol
 
     @property
@@ -68,13 +61,13 @@ def recognise(data: bytes, paths: Container[str], longest_body: int, protocol: A
     size = len(data) - found.end()
     if path not in paths or size > longest_body:
         return None
-    headers = Headers()
-    for line in found[2].decode("ascii").split("\r\n")[:-1]:
-        name, _, value = line.partition(":")
-        name, value = name.lower(), value.strip(" \t")
-        if name in headers or (name in _framing and (name, value.lower()) != _USUAL):
-            return None
-        headers[name] = value
-    if headers.get("content-length") != str(size) or "host" not in headers:
+    lines = _lines(found[2].decode("ascii"))
+    headers = {name.lower(): value.rstrip(" \t") for name, value in lines}
+    if len(headers) != len(lines) or headers.get("content-length") != str(size) or "host" not in headers:
+        return None
+    # Many clients say that they keep the connection, which HTTP/1.1 does anyway.
+    if not _framing.isdisjoint(headers) and (
+        headers.get("connection", "").lower() != "keep-alive" or len(_framing.intersection(headers)) > 1
+    ):
         return None
     return PlainRequest(path, headers, data[found.end() :], protocol)

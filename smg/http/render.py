@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
+from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,17 +21,19 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity; what OpenAI sends for one
 
 def new_id(prefix: str) -> str:
     """`prefix` and 24 random hex digits."""
-    return prefix + os.urandom(12).hex()
+    return f"{prefix}{getrandbits(96):024x}"
 
 
 def usage_counts(choices: Sequence[Choice], n: int) -> tuple[int, int, int]:
     """Prompt, completion and cached tokens of a response. A prompt counts once, whatever `n` is."""
-    prompt = cached = 0
-    for start in range(0, len(choices), n):
-        group = choices[start : start + n]
-        prompt += max(choice.prompt_tokens for choice in group)
-        cached += max(choice.cached_tokens for choice in group)
-    return prompt, sum([choice.completion_tokens for choice in choices]), cached
+    prompt = completion = cached = longest = most_cached = 0
+    for i, choice in enumerate(choices):
+        if i % n == 0:  # the next prompt's first
+            prompt, cached, longest, most_cached = prompt + longest, cached + most_cached, 0, 0
+        longest = max(longest, choice.prompt_tokens)
+        most_cached = max(most_cached, choice.cached_tokens)
+        completion += choice.completion_tokens
+    return prompt + longest, completion, cached + most_cached
 
 
 def usage_json(prompt: int, completion: int, cached: int = 0, extra: bytes = b"") -> bytes:

@@ -161,7 +161,7 @@ class Server(web.Server):
 
 async def read_body(request: web.BaseRequest | PlainRequest, timeout: float) -> bytes:
     """The whole body. Raises ApiError when it is too long, or not there in time."""
-    expected = request.headers.get("Expect")
+    expected = request.headers.get("expect")
     if expected is not None:
         if expected.lower() != "100-continue":
             raise ApiError(417, "expectation_failed", "Expect: only 100-continue is known")
