@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]  # where the package lies
-CHILD_LIMIT = 600  # seconds
+CHILD_LIMIT = 600  # seconds, after which a measurement's process is ended
 
 Contestants = Mapping[str, Callable[[], float]]
 
@@ -69,7 +70,10 @@ def environment() -> dict[str, str]:
 def child(module: str, *arguments: object, python: str = sys.executable) -> Any:
     """What a module of this package, run in a process of its own, prints as JSON."""
     command = [python, "-m", f"smg.bench.{module}", *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment(), timeout=CHILD_LIMIT)
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=environment(), timeout=CHILD_LIMIT)
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"`{' '.join(command)}` did not end within {CHILD_LIMIT} s") from None
     if done.returncode:
         raise BenchError(f"`{' '.join(command)}` ended with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -96,10 +100,15 @@ class Receiver:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # its status says more
-        for line in self._process.stdout:
-            if line.startswith(b"{"):
-                result = json.loads(line)
-                return float(result["cpu"] / result["tokens"] * 1e6)
+        limit = threading.Timer(CHILD_LIMIT, self._process.kill)
+        limit.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(b"{"):
+                    result = json.loads(line)
+                    return float(result["cpu"] / result["tokens"] * 1e6)
+        finally:
+            limit.cancel()
         raise BenchError(f"`{' '.join(self._command)}` ended with status {self._process.wait()}")
 
     def close(self) -> None:

@@ -119,6 +119,7 @@ class Front:
                 self._made = AsyncLLM(
                     self._config, executor, log_stats=False, log_requests=False, client_addresses=self._addresses
                 )
+                self._made._supported_tasks = ("generate",)  # asked of an engine once; these ranks do not answer it
         return self._made
 
     async def consume(self, measured: Measured, requests: int, tokens: int) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from smg.bench import turns
 from smg.bench.results import AT_MOST, FELL_SHORT, OURS, read_bars
-from smg.bench.turns import Plan
+from smg.bench.turns import BenchError, Plan, Receiver
 from smg.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,18 @@ def test_contestants_take_turns_in_both_directions() -> None:
     )
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert given == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
+
+
+def test_a_receiver_that_never_answers_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(turns, "CHILD_LIMIT", 0.05)
+    with (
+        Receiver("consume", "outlet", python=str(silent)) as receiver,
+        pytest.raises(BenchError, match=r"smg\.bench\.consume outlet --on-demand` ended with status -9"),
+    ):
+        receiver.per_token()
 
 
 def test_the_bars_that_come_with_it_name_parts_that_exist() -> None:
