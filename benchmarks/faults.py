@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import signal
 import statistics
 import sys
@@ -191,6 +192,49 @@ def restart_in_the_same_instant(bench: Bench) -> str:
             wait_life(fleet.group, 0, life)
             next(iter(fleet.group.submit(PROMPT, params(1, 1)).blocking(10)))
     return "gets in, 100 times of 100, from 10 ms before its predecessor's death to 30 ms after"
+
+
+def restart_twice(bench: Bench) -> str:
+    """Two restarts in a row, each in the instant of its predecessor's SIGKILL, until a request is answered."""
+    chance, times = random.Random(7), []
+    with bench.fleet(1) as fleet:
+        for seed in range(30 * bench.rounds):
+            for _ in range(2):
+                fleet.replace(0, chance.uniform(-0.01, 0.03))
+                time.sleep(chance.uniform(0, 0.03))
+            began, answered = time.monotonic(), False
+            while not answered:  # its predecessors are dead, so that only the last can
+                assert time.monotonic() < began + 10, fleet.group.ranks
+                try:
+                    answered = bool(list(fleet.group.submit(PROMPT, params(seed, 1)).blocking(10)))
+                except (smg.NoRank, smg.RankDied):
+                    time.sleep(0.001)
+            times.append(time.monotonic() - began)
+    return f"the last gets in, {len(times)} times of {len(times)}; answers after {milliseconds(times)}"
+
+
+def silent_claim(bench: Bench) -> str:
+    """A connection with rank 0's identity that says nothing, made between the rank's INIT and its READY."""
+    times = []
+    for _ in range(bench.rounds):
+        with (
+            bench.directory() as directory,
+            smg.EngineGroup(
+                f"ipc://{directory}/e", backend="tokenspeed", ranks=1, handshake_address="tcp://127.0.0.1:0"
+            ) as group,
+            closing(Dialer(group, 0)) as rank,
+        ):
+            rank.hello()
+            rank.init()
+            with closing(Dialer(group, 0)):
+                wait_until(lambda group=group: len(group._loop._connections.open) == 2)
+                time.sleep(0.1)  # nothing tells when it has taken the identity over
+                rank.ready()
+                rank.register()
+                began = time.monotonic()
+                group.wait_ready(30)
+                times.append(time.monotonic() - began)
+    return f"its READY goes unheard; it takes work {milliseconds(times)} after it has registered"
 
 
 def stop(bench: Bench) -> str:
