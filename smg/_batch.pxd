@@ -1,15 +1,16 @@
 # The parts of a Batch's life that every compiled decoder shares: memory, faults, wire ids, reasons.
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
 from smg._frame cimport FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_OTHER, \
-    FINISH_REPETITION, FINISH_STOP, WAVE_NONE, Batch, Cold, Extra, Fault, Part, RequestId, Row
+    FINISH_REPETITION, FINISH_STOP, WAVE_NONE, Aside, Batch, Cold, Extra, Fault, Part, Row
 from smg._msgpack cimport BAD_TEXT, NEGATIVE, OVER_RANGE, TOO_DEEP, WRONG_TYPE, Cursor, load_u64
 
 
-# Memory. A decoder asks for room only for what the bytes that are left in the frame can hold.
+# Memory. A decoder asks once for room for as much of each thing as the bytes that are left in the frame can hold,
+# before it reads the first, so that nothing grows or moves while it reads.
 
 cdef inline void batch_init(Batch *batch) noexcept nogil:
     memset(batch, 0, sizeof(Batch))
@@ -17,10 +18,10 @@ cdef inline void batch_init(Batch *batch) noexcept nogil:
 
 cdef inline void batch_free(Batch *batch) noexcept nogil:
     free(batch.rows)
+    free(batch.asides)
     free(batch.tokens)
     free(batch.extras)
     free(batch.colds)
-    free(batch.finished)
     batch_init(batch)
 
 
@@ -30,11 +31,12 @@ cdef inline void batch_clear(Batch *batch) noexcept nogil:
     batch.token_count = 0
     batch.extra_count = 0
     batch.cold_count = 0
-    batch.finished_count = 0
+    batch.has_logprobs = False
     batch.deltas = False
     batch.wave = WAVE_NONE
     batch.wave_number = 0
     batch.utility_call = 0
+    batch.finished.start = batch.finished.size = 0
     batch.utility.start = batch.utility.size = 0
     batch.weight_version.start = batch.weight_version.size = 0
     batch.has_engine_index = False
@@ -55,34 +57,36 @@ cdef inline bint reserve_rows(Batch *batch, uint32_t count) noexcept nogil:
     return count <= batch.row_capacity
 
 
+cdef inline bint reserve(void **items, uint32_t *capacity, uint32_t count, size_t size) noexcept nogil:
+    """Room for `count` items of that size, contents undefined; False when memory is out."""
+    if count > capacity[0]:
+        free(items[0])
+        items[0] = malloc(count * size)
+        capacity[0] = count if items[0] != NULL else 0
+    return count <= capacity[0]
+
+
+cdef inline bint reserve_asides(Batch *batch, uint32_t count) noexcept nogil:
+    return reserve(<void **>&batch.asides, &batch.aside_capacity, count, sizeof(Aside))
+
+
 cdef inline bint reserve_tokens(Batch *batch, uint32_t count) noexcept nogil:
-    """Room for `count` token ids, contents undefined; False when memory is out."""
-    if count > batch.token_capacity:
-        free(batch.tokens)
-        batch.tokens = <uint32_t *>malloc(count * sizeof(uint32_t))
-        batch.token_capacity = count if batch.tokens != NULL else 0
-    return count <= batch.token_capacity
+    return reserve(<void **>&batch.tokens, &batch.token_capacity, count, sizeof(uint32_t))
 
 
-cdef inline bint make_room(void **items, uint32_t *capacity, uint32_t count, size_t size) noexcept nogil:
-    """Room for one more item after the first `count`, which are kept; False when memory is out."""
-    cdef void *grown
-    if count == capacity[0]:
-        grown = realloc(items[0], (2 * <size_t>count + 8) * size)
-        if grown == NULL:
-            return False
-        items[0] = grown
-        capacity[0] = 2 * count + 8
-    return True
+cdef inline bint reserve_extras(Batch *batch, uint32_t count) noexcept nogil:
+    return reserve(<void **>&batch.extras, &batch.extra_capacity, count, sizeof(Extra))
+
+
+cdef inline bint reserve_colds(Batch *batch, uint32_t count) noexcept nogil:
+    return reserve(<void **>&batch.colds, &batch.cold_capacity, count, sizeof(Cold))
 
 
 cdef inline Extra *extra_of(Batch *batch, uint32_t row) noexcept nogil:
-    """The extra of the row that is being read, a new one when it has none yet; NULL when memory is out."""
+    """The extra of the row that is being read, a new one when it has none yet."""
     cdef Extra *extra
     if batch.extra_count and batch.extras[batch.extra_count - 1].row == row:
         return &batch.extras[batch.extra_count - 1]
-    if not make_room(<void **>&batch.extras, &batch.extra_capacity, batch.extra_count, sizeof(Extra)):
-        return NULL
     extra = &batch.extras[batch.extra_count]
     memset(extra, 0, sizeof(Extra))
     extra.row = row
@@ -92,24 +96,10 @@ cdef inline Extra *extra_of(Batch *batch, uint32_t row) noexcept nogil:
 
 
 cdef inline Cold *new_cold(Batch *batch, uint32_t row) noexcept nogil:
-    """A cold entry of the row that is being read, contents undefined; NULL when memory is out."""
-    cdef Extra *extra = extra_of(batch, row)
-    if extra == NULL:
-        return NULL
-    if not make_room(<void **>&batch.colds, &batch.cold_capacity, batch.cold_count, sizeof(Cold)):
-        return NULL
-    extra.cold_count += 1
+    """A cold entry of the row that is being read, contents undefined."""
+    extra_of(batch, row).cold_count += 1
     batch.cold_count += 1
     return &batch.colds[batch.cold_count - 1]
-
-
-cdef inline bint reserve_finished(Batch *batch, uint32_t count) noexcept nogil:
-    """Room for `count` finished ids, contents undefined; False when memory is out."""
-    if count > batch.finished_capacity:
-        free(batch.finished)
-        batch.finished = <RequestId *>malloc(count * sizeof(RequestId))
-        batch.finished_capacity = count if batch.finished != NULL else 0
-    return count <= batch.finished_capacity
 
 
 # Cold entries outlive the message as a run of msgpack values: the kind as an integer, the value, and for each

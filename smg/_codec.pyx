@@ -14,9 +14,8 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from operator import index as as_index
 
-from smg._batch cimport batch_free, batch_init, cold_bytes, fault_parts, write_cold
-from smg._frame cimport STOP_ID, STOP_TEXT, WAVE_COMPLETE, WAVE_NONE, Batch, Cold, Decoder, Extra, Part, RequestId, \
-    Row, Span
+from smg._batch cimport batch_free, batch_init, cold_bytes, fault_parts, parse_wire_id, write_cold
+from smg._frame cimport STOP_ID, STOP_TEXT, WAVE_COMPLETE, WAVE_NONE, Aside, Batch, Cold, Decoder, Extra, Part, Row, Span
 from smg._msgpack cimport WRONG_TYPE, Cursor, read_array, read_bin, read_bool, read_ext, read_float, \
     read_i64, read_map, read_text, read_u32, read_u64, read_valid_text, skip, take_nil
 from smg._tokenspeed cimport decode_slim_message
@@ -258,9 +257,9 @@ cdef object decode_with(Decoder decoder, given, Maker make):
 
 cdef size_t scratch_bytes(const Batch *batch):
     return (
-        batch.row_capacity * sizeof(Row) + batch.token_capacity * sizeof(uint32_t)
-        + batch.extra_capacity * sizeof(Extra) + batch.cold_capacity * sizeof(Cold)
-        + batch.finished_capacity * sizeof(RequestId)
+        batch.row_capacity * sizeof(Row) + batch.aside_capacity * sizeof(Aside)
+        + batch.token_capacity * sizeof(uint32_t) + batch.extra_capacity * sizeof(Extra)
+        + batch.cold_capacity * sizeof(Cold)
     )
 
 
@@ -269,23 +268,23 @@ cdef size_t scratch_bytes(const Batch *batch):
 cdef object decoded_batch(const Part *parts, const Batch *batch):
     cdef const uint8_t *frame = parts.data
     cdef uint32_t i
-    rows = [decoded_row(frame, batch, &batch.rows[i]) for i in range(batch.row_count)]
+    rows = [decoded_row(frame, batch, &batch.rows[i], &batch.asides[i]) for i in range(batch.row_count)]
     load = Load(batch.running, batch.waiting, batch.kv_usage) if batch.has_load else None
     return DecodedBatch(rows, batch.engine_index if batch.has_engine_index else None, load)
 
 
-cdef object decoded_row(const uint8_t *frame, const Batch *batch, const Row *row):
+cdef object decoded_row(const uint8_t *frame, const Batch *batch, const Row *row, const Aside *aside):
     cdef uint32_t k
     return DecodedRow(
         span_text(frame, row.rid),
-        WireId(row.epoch, row.slot, row.generation) if row.ours else None,
+        wire_id(row),
         [batch.tokens[row.first_token + k] for k in range(row.token_count)],
-        span_text(frame, row.finish_text),
+        span_text(frame, aside.finish_text) if row.finish else "",
         row.prompt_tokens,
         row.completion_tokens,
         row.cached_tokens,
-        span_floats(frame, row.logprob_values),
-        span_ids(frame, row.logprob_ids),
+        span_floats(frame, aside.logprob_values) if batch.has_logprobs else [],
+        span_ids(frame, aside.logprob_ids) if batch.has_logprobs else [],
     )
 
 
@@ -303,20 +302,12 @@ cdef object decoded_outputs(const Part *parts, const Batch *batch):
             extra = &batch.extras[next_extra]
             next_extra += 1
         rows.append(decoded_output(parts, batch, &batch.rows[i], extra))
-    finished = [
-        (
-            span_text(frame, batch.finished[i].rid),
-            WireId(batch.finished[i].epoch, batch.finished[i].slot, batch.finished[i].generation)
-            if batch.finished[i].ours else None,
-        )
-        for i in range(batch.finished_count)
-    ]
     waves = "complete" if batch.wave == WAVE_COMPLETE else "start"
     return DecodedOutputs(
         rows,
         batch.engine_index if batch.has_engine_index else None,
         Load(batch.running, batch.waiting, batch.kv_usage) if batch.has_load else None,
-        finished,
+        finished_ids(frame, batch.finished),
         (batch.utility_call, span_bytes(frame, batch.utility)) if batch.utility.size else None,
         (waves, batch.wave_number) if batch.wave != WAVE_NONE else None,
         span_text(frame, batch.weight_version) if batch.weight_version.size else None,
@@ -335,13 +326,33 @@ cdef object decoded_output(const Part *parts, const Batch *batch, const Row *row
         colds = [cold_copy(&batch.colds[extra.first_cold + k], parts) for k in range(extra.cold_count)]
     return DecodedOutput(
         span_text(parts.data, row.rid),
-        WireId(row.epoch, row.slot, row.generation) if row.ours else None,
+        wire_id(row),
         [batch.tokens[row.first_token + k] for k in range(row.token_count)],
         FINISH_REASONS[row.finish],
         stop_reason,
         None if row.counts_absent else (row.prompt_tokens, row.cached_tokens),
         colds,
     )
+
+
+cdef list finished_ids(const uint8_t *frame, Span span):
+    cdef Cursor c
+    cdef Row row
+    cdef const uint8_t *text = NULL
+    cdef uint32_t count = 0
+    cdef uint32_t size = 0
+    c.at, c.end = frame + span.start, frame + span.start + span.size
+    ids = []
+    if span.size and read_array(&c, &count) == 0:
+        for _ in range(count):
+            read_text(&c, &text, &size)
+            parse_wire_id(text, size, &row)
+            ids.append(((<const char *>text)[:size].decode("utf-8"), wire_id(&row)))
+    return ids
+
+
+cdef object wire_id(const Row *row):
+    return WireId(row.epoch, row.slot, row.generation) if row.ours else None
 
 
 cdef bytes cold_copy(const Cold *cold, const Part *parts):

@@ -4,10 +4,11 @@ from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memset
 
-from smg._batch cimport cold_bytes, write_cold
+from smg._batch cimport cold_bytes, parse_wire_id, write_cold
 from smg._frame cimport (
-    FINISH_NONE, FINISH_OTHER, STOP_NONE, STOP_TEXT, Batch, Extra, Part, RequestId, Row, Span,
+    FINISH_NONE, FINISH_OTHER, STOP_NONE, STOP_TEXT, Aside, Batch, Extra, Part, Row, Span,
 )
+from smg._msgpack cimport Cursor, read_array, read_text
 from smg._table cimport (
     CAUSE_FINISHED, CAUSE_FORGOTTEN, CAUSE_LOST, REASON_MAX, SLOT_ENDED, SLOT_LIVE, Rank, Slot, Table, end, find,
     free_slot, mark_ready, signal_outlets, slot_at, unlink_ready,
@@ -60,12 +61,15 @@ cdef inline uint8_t *more_cold(Slot *slot, size_t size) noexcept nogil:
     return slot.cold + slot.cold_size - size
 
 # Logprobs that came as columns: values, ids. Returns -1 when memory is out.
-cdef inline int append_columns(Slot *slot, const Row *row, const uint8_t *frame) noexcept nogil:
-    cdef uint8_t *at = more_cold(slot, <size_t>row.logprob_values.size + row.logprob_ids.size)
+cdef inline int append_columns(Slot *slot, const Aside *aside, const uint8_t *frame) noexcept nogil:
+    cdef uint8_t *at
+    if aside.logprob_values.size == 0:
+        return 0
+    at = more_cold(slot, <size_t>aside.logprob_values.size + aside.logprob_ids.size)
     if at == NULL:
         return -1
-    memcpy(at, frame + row.logprob_values.start, row.logprob_values.size)
-    memcpy(at + row.logprob_values.size, frame + row.logprob_ids.start, row.logprob_ids.size)
+    memcpy(at, frame + aside.logprob_values.start, aside.logprob_values.size)
+    memcpy(at + aside.logprob_values.size, frame + aside.logprob_ids.start, aside.logprob_ids.size)
     return 0
 
 # What few rows have. Returns -1 when memory is out.
@@ -131,6 +135,7 @@ cdef inline void apply(Table *table, int rank_index, const Batch *batch, const P
     cdef const Extra *own
     cdef const Row *row
     cdef Slot *slot
+    cdef bint has_logprobs = batch.has_logprobs
     cdef uint32_t i
     for i in range(batch.row_count):
         row = &batch.rows[i]
@@ -142,7 +147,7 @@ cdef inline void apply(Table *table, int rank_index, const Batch *batch, const P
         if slot == NULL:
             continue
         if ((row.token_count and append_tokens(slot, batch.tokens + row.first_token, row.token_count) != 0) or
-                (row.logprob_values.size and append_columns(slot, row, parts[0].data) != 0) or
+                (has_logprobs and append_columns(slot, &batch.asides[i], parts[0].data) != 0) or
                 (own != NULL and append_extra(slot, own, batch, parts) != 0)):
             end(table, row.slot, CAUSE_LOST)
             continue
@@ -156,12 +161,12 @@ cdef inline void apply(Table *table, int rank_index, const Batch *batch, const P
         if row.finish != FINISH_NONE:
             slot.finish = row.finish
             if row.finish == FINISH_OTHER:
-                keep_word(slot, parts[0].data, row.finish_text)
+                keep_word(slot, parts[0].data, batch.asides[i].finish_text)
             end(table, row.slot, CAUSE_FINISHED)
         elif row.token_count:
             mark_ready(table, row.slot)
-    if batch.finished_count:
-        end_forgotten(table, rank_index, batch)
+    if batch.finished.size:
+        end_forgotten(table, rank_index, parts[0].data + batch.finished.start, batch.finished.size)
     rank.count.frames += 1
     rank.count.rows += batch.row_count
     rank.count.tokens += batch.token_count
@@ -175,12 +180,20 @@ cdef inline void apply(Table *table, int rank_index, const Batch *batch, const P
     signal_outlets(table)
 
 # Ends the requests that the engine is done with although no row said so. Most of the ids have ended before.
-cdef inline void end_forgotten(Table *table, int rank_index, const Batch *batch) noexcept nogil:
-    cdef const RequestId *id_
+# They are read from the frame again, already checked: a table of them would take many times what they take there.
+cdef inline void end_forgotten(Table *table, int rank_index, const uint8_t *ids, uint32_t size) noexcept nogil:
+    cdef Cursor c
+    cdef Row id_
     cdef Slot *slot
+    cdef const uint8_t *text = NULL
+    cdef uint32_t count = 0
+    cdef uint32_t length = 0
     cdef uint32_t i
-    for i in range(batch.finished_count):
-        id_ = &batch.finished[i]
+    c.at, c.end = ids, ids + size
+    read_array(&c, &count)
+    for i in range(count):
+        read_text(&c, &text, &length)
+        parse_wire_id(text, length, &id_)
         if not id_.ours or id_.epoch != table.epoch:
             continue
         slot = find(table, id_.slot, id_.generation)

@@ -48,13 +48,6 @@ cdef struct Extra:       # what few rows have; kept apart so that rows stay smal
     uint32_t first_cold  # range in Batch.colds
     uint32_t cold_count
 
-cdef struct RequestId:   # an id that came without a row
-    uint32_t epoch       # as in Row
-    uint32_t slot
-    uint32_t generation
-    uint8_t ours
-    Span rid
-
 cdef enum Wave:
     WAVE_NONE = 0
     WAVE_COMPLETE = 1    # every rank has parked after this wave
@@ -73,8 +66,10 @@ cdef struct Row:
     uint32_t completion_tokens   # cumulative; not said when Batch.deltas
     uint32_t cached_tokens
     Span rid             # UTF-8 bytes of the id
-    Span finish_text     # UTF-8 bytes of the reason
-    Span logprob_values  # msgpack array of floats, one per new token; absent when empty
+
+cdef struct Aside:       # what few rows have, where a wire has columns for it
+    Span finish_text     # UTF-8 bytes of the reason, when Row.finish
+    Span logprob_values  # msgpack array of floats, one per new token, when Batch.has_logprobs; absent when empty
     Span logprob_ids     # msgpack array of token ids, parallel to logprob_values
 
 cdef struct Fault:
@@ -89,6 +84,8 @@ cdef struct Batch:
     Row *rows
     uint32_t row_count
     uint32_t row_capacity
+    Aside *asides        # one for each row; NULL when the wire has no such columns
+    uint32_t aside_capacity
     uint32_t *tokens     # new token ids of all rows, one after the other
     uint32_t token_count
     uint32_t token_capacity
@@ -98,9 +95,8 @@ cdef struct Batch:
     Cold *colds
     uint32_t cold_count
     uint32_t cold_capacity
-    RequestId *finished  # ids that the engine is done with, whether or not a row says so too
-    uint32_t finished_count
-    uint32_t finished_capacity
+    Span finished        # msgpack array of the ids that the engine is done with, whether or not a row says so too
+    uint8_t has_logprobs # asides say of each row which it has
     uint8_t deltas       # rows have no completion_tokens: their new tokens add up to them
     uint8_t wave         # Wave
     uint64_t wave_number

@@ -13,8 +13,8 @@ from libc.stdint cimport UINT32_MAX, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
 from smg._batch cimport WIRE_ID_DIGITS, batch_clear, fail, fail_read, finish_of, parse_digits, \
-    parse_wire_id, reserve_rows, reserve_tokens
-from smg._frame cimport FINISH_NONE, Batch, Part, Row
+    parse_wire_id, reserve_asides, reserve_rows, reserve_tokens
+from smg._frame cimport FINISH_NONE, Aside, Batch, Part, Row
 from smg._msgpack cimport OK, Cursor, load_u16, load_u32, read_array, read_float, read_text, read_u32, \
     read_u64, read_valid_text, remaining, skip
 
@@ -123,7 +123,7 @@ cdef inline int slim_rids(Slim *s) noexcept nogil:
         return fail_read(s.batch, b"rids", -1, status, ARRAY_WANTED, &s.c, s.frame)
     if s.row_count > remaining(&s.c) // SLIM_ROW_BYTES:
         return slim_too_many(s)
-    if not reserve_rows(s.batch, s.row_count):
+    if not reserve_rows(s.batch, s.row_count) or not reserve_asides(s.batch, s.row_count):
         what = b"has {found} entries, and there is no memory for them"
         return fail(s.batch, b"rids", -1, what, s.row_count, 0, s.c.at - s.frame)
     rows = s.batch.rows
@@ -261,6 +261,7 @@ cdef inline int slim_reasons(Slim *s) noexcept nogil:
     cdef int status
     cdef Row *rows = s.batch.rows
     cdef Row *row
+    cdef Aside *asides = s.batch.asides
     if slim_column(s, b"finished_reasons") < 0:
         return -1
     at = s.c.at
@@ -268,7 +269,6 @@ cdef inline int slim_reasons(Slim *s) noexcept nogil:
         row = &rows[i]
         if at < end and at[0] == 0xA0:   # "", still running
             row.finish = FINISH_NONE
-            row.finish_text.start = row.finish_text.size = 0
             at += 1
             continue
         s.c.at = at
@@ -276,8 +276,9 @@ cdef inline int slim_reasons(Slim *s) noexcept nogil:
         if status != OK:
             return fail_read(s.batch, b"finished_reasons", i, status, TEXT_WANTED, &s.c, s.frame)
         row.finish = finish_of(text, size)
-        row.finish_text.start = <uint32_t>(text - s.frame) if size else 0
-        row.finish_text.size = size
+        if size:
+            asides[i].finish_text.start = <uint32_t>(text - s.frame)
+            asides[i].finish_text.size = size
         at = s.c.at
     s.c.at = at
     return 0
@@ -311,7 +312,7 @@ cdef inline int slim_counts(Slim *s, const char *column, uint32_t *field) noexce
 
 
 cdef inline int slim_logprob_values(Slim *s) noexcept nogil:
-    """Column 7. Until column 8 is read, a row's `logprob_ids.size` is the length of its array here."""
+    """Column 7. Until column 8 is read, an aside's `logprob_ids.size` is the length of its array here."""
     cdef const char *column = b"output_token_logprobs_val"
     cdef const uint8_t *at
     cdef const uint8_t *end = s.c.end
@@ -319,14 +320,11 @@ cdef inline int slim_logprob_values(Slim *s) noexcept nogil:
     cdef uint32_t i, k
     cdef double value = 0
     cdef int status
-    cdef Row *rows = s.batch.rows
-    cdef Row *row
+    cdef Aside *aside
     if slim_column(s, column) < 0:
         return -1
     at = s.c.at
     for i in range(s.row_count):
-        row = &rows[i]
-        row.logprob_values.start = row.logprob_values.size = row.logprob_ids.size = 0
         if at < end and at[0] == 0x90:   # logprobs are off
             at += 1
             continue
@@ -339,12 +337,24 @@ cdef inline int slim_logprob_values(Slim *s) noexcept nogil:
             if status != OK:
                 return fail_read(s.batch, column, i, status, FLOATS_WANTED, &s.c, s.frame)
         if count:
-            row.logprob_values.start = <uint32_t>(at - s.frame)
-            row.logprob_values.size = <uint32_t>(s.c.at - at)
-            row.logprob_ids.size = count
+            if not s.batch.has_logprobs:
+                slim_start_logprobs(s)
+            aside = &s.batch.asides[i]
+            aside.logprob_values.start = <uint32_t>(at - s.frame)
+            aside.logprob_values.size = <uint32_t>(s.c.at - at)
+            aside.logprob_ids.size = count
         at = s.c.at
     s.c.at = at
     return 0
+
+
+cdef inline void slim_start_logprobs(Slim *s) noexcept nogil:
+    """At the first row that has some: no aside has been written yet, and none has any."""
+    cdef Aside *asides = s.batch.asides
+    cdef uint32_t i
+    for i in range(s.row_count):
+        asides[i].logprob_values.size = asides[i].logprob_ids.size = 0
+    s.batch.has_logprobs = True
 
 
 cdef inline int slim_logprob_ids(Slim *s) noexcept nogil:
@@ -354,35 +364,34 @@ cdef inline int slim_logprob_ids(Slim *s) noexcept nogil:
     cdef const uint8_t *end = s.c.end
     cdef uint32_t count = 0
     cdef uint32_t token = 0
-    cdef uint32_t i, k
+    cdef uint32_t wanted, i, k
     cdef int status
-    cdef Row *rows = s.batch.rows
-    cdef Row *row
+    cdef bint has_logprobs = s.batch.has_logprobs
+    cdef Aside *asides = s.batch.asides
     if slim_column(s, column) < 0:
         return -1
     at = s.c.at
     for i in range(s.row_count):
-        row = &rows[i]
-        row.logprob_ids.start = 0
-        if at < end and at[0] == 0x90 and row.logprob_ids.size == 0:
+        wanted = asides[i].logprob_ids.size if has_logprobs else 0
+        if at < end and at[0] == 0x90 and wanted == 0:
             at += 1
             continue
         s.c.at = at
         status = read_array(&s.c, &count)
         if status != OK:
             return fail_read(s.batch, column, i, status, ARRAY_WANTED, &s.c, s.frame)
-        if count != row.logprob_ids.size:
+        if count != wanted:
             return fail(
                 s.batch, column, i, b"has {found} entries, output_token_logprobs_val has {expected}",
-                count, row.logprob_ids.size, at - s.frame
+                count, wanted, at - s.frame
             )
         for k in range(count):
             status = read_u32(&s.c, &token)
             if status != OK:
                 return fail_read(s.batch, column, i, status, UINT32_WANTED, &s.c, s.frame)
         if count:
-            row.logprob_ids.start = <uint32_t>(at - s.frame)
-            row.logprob_ids.size = <uint32_t>(s.c.at - at)
+            asides[i].logprob_ids.start = <uint32_t>(at - s.frame)
+            asides[i].logprob_ids.size = <uint32_t>(s.c.at - at)
         at = s.c.at
     s.c.at = at
     return 0

@@ -13,14 +13,13 @@
 
 from libc.stdint cimport UINT32_MAX, uint8_t, uint32_t, uint64_t
 
-from smg._batch cimport batch_clear, fail, fail_read, parse_wire_id, reserve_finished, reserve_rows, \
-    reserve_tokens
-from smg._frame cimport WAVE_COMPLETE, WAVE_NONE, WAVE_START, Batch, Part, RequestId, Row
+from smg._batch cimport batch_clear, fail, fail_read, reserve_colds, reserve_extras, reserve_rows, reserve_tokens
+from smg._frame cimport WAVE_COMPLETE, WAVE_NONE, WAVE_START, Batch, Part
 from smg._msgpack cimport OK, WRONG_TYPE, read_array, read_float, read_map, read_text, read_u32, read_u64, \
     read_valid_text, remaining, skip, take_nil
 from smg._tensor cimport Source
-from smg._vllm_row cimport ARRAY, CORE_ROW_BYTES, COUNT, MAP, MEMORY, TEXT, VALUE, core_fault, core_i64, \
-    core_row, core_skip, key_is
+from smg._vllm_row cimport ARRAY, CORE_COLD_BYTES, CORE_EXTRA_BYTES, CORE_ROW_BYTES, COUNT, MAP, TEXT, VALUE, \
+    core_fault, core_i64, core_row, core_skip, key_is
 
 cdef enum:
     CORE_KNOWN = 9           # elements of the envelope that this decoder reads
@@ -91,19 +90,29 @@ cdef inline int core_index(Source *s) noexcept nogil:
 
 
 cdef inline int core_outputs(Source *s) noexcept nogil:
+    """Element 1. What its bytes are over the least that so many outputs take bounds the room for all they bring.
+
+    That holds while the outputs are read too, because none may go on into the bytes which those after it need.
+    """
     cdef const char *what
     cdef uint32_t count = 0
-    cdef uint32_t i
+    cdef uint32_t spare, i
     cdef int status = read_array(&s.c, &count)
     if status != OK:
         return core_fault(s, b"outputs", -1, status, ARRAY)
+    if count == 0:
+        return 0
     if count > remaining(&s.c) // CORE_ROW_BYTES:
         what = b"has {found} entries, which do not fit in the frame"
         return fail(s.batch, b"outputs", -1, what, count, 0, s.c.at - s.parts[0].data)
-    # Each token takes a byte of the frame at least, which bounds the room for them.
-    if not reserve_rows(s.batch, count) or not reserve_tokens(s.batch, <uint32_t>remaining(&s.c)):
-        return fail(s.batch, b"outputs", -1, MEMORY, 0, 0, s.c.at - s.parts[0].data)
+    spare = <uint32_t>remaining(&s.c) - CORE_ROW_BYTES * count
+    if not reserve_rows(s.batch, count) or not reserve_tokens(s.batch, spare) or (
+        not reserve_extras(s.batch, spare // CORE_EXTRA_BYTES) or not reserve_colds(s.batch, spare // CORE_COLD_BYTES)
+    ):
+        return fail(s.batch, b"outputs", -1, b"has no memory", 0, 0, s.c.at - s.parts[0].data)
+    s.c.end -= CORE_ROW_BYTES * count
     for i in range(count):
+        s.c.end += CORE_ROW_BYTES
         if core_row(s, i) < 0:
             return -1
     s.batch.row_count = count
@@ -191,9 +200,8 @@ cdef inline int core_utility(Source *s) noexcept nogil:
 
 cdef inline int core_finished(Source *s, bint *present) noexcept nogil:
     cdef const char *column = b"finished_requests"
+    cdef const uint8_t *start = s.c.at
     cdef const uint8_t *text = NULL
-    cdef RequestId *finished
-    cdef Row row
     cdef uint32_t count = 0
     cdef uint32_t size = 0
     cdef uint32_t i
@@ -204,19 +212,12 @@ cdef inline int core_finished(Source *s, bint *present) noexcept nogil:
     status = read_array(&s.c, &count)
     if status != OK:
         return core_fault(s, column, -1, status, b"must be an array or nil, found {kind}")
-    if not reserve_finished(s.batch, count):
-        return fail(s.batch, column, -1, MEMORY, 0, 0, s.c.at - s.parts[0].data)
     for i in range(count):
         status = read_valid_text(&s.c, &text, &size)
         if status != OK:
             return core_fault(s, column, i, status, TEXT)
-        parse_wire_id(text, size, &row)
-        finished = &s.batch.finished[i]
-        finished.epoch, finished.slot, finished.generation = row.epoch, row.slot, row.generation
-        finished.ours = row.ours
-        finished.rid.start = <uint32_t>(text - s.parts[0].data)
-        finished.rid.size = size
-    s.batch.finished_count = count
+    s.batch.finished.start = <uint32_t>(start - s.parts[0].data)
+    s.batch.finished.size = <uint32_t>(s.c.at - start)
     return 0
 
 

@@ -26,18 +26,18 @@ cdef extern from *:
     #define SMG_CORE_TEXT "must be text, found {kind}"
     #define SMG_CORE_COUNT "must be an integer of 0 or more, found {kind}"
     #define SMG_CORE_VALUE "must be a value, found {kind}"
-    #define SMG_CORE_MEMORY "has no memory"
     """
     const char *ARRAY "SMG_CORE_ARRAY"
     const char *MAP "SMG_CORE_MAP"
     const char *TEXT "SMG_CORE_TEXT"
     const char *COUNT "SMG_CORE_COUNT"
     const char *VALUE "SMG_CORE_VALUE"
-    const char *MEMORY "SMG_CORE_MEMORY"
 
 cdef enum:
     CORE_ROW_REQUIRED = 2    # elements of the shortest output
     CORE_ROW_BYTES = 3       # the least that one takes in a frame: its header and two elements
+    CORE_EXTRA_BYTES = 5     # the least more that it takes to have an Extra: four nils and a stop reason
+    CORE_COLD_BYTES = 7      # and for each Cold: six nils and a map
     CORE_ROW_KNOWN = 18      # elements with a name
     CORE_ROW_BEFORE_EC = 13  # elements of an output of 0.20 to 0.25
     CORE_FINISH_KNOWN = 5    # finish reasons with a meaning
@@ -196,8 +196,6 @@ cdef inline int core_logprobs(Source *s, const char *column, uint32_t at, uint8_
         if core_skip(s, column, at) < 0:
             return -1
     cold = new_cold(s.batch, at)
-    if cold == NULL:
-        return fail(s.batch, column, at, MEMORY, 0, 0, start - s.parts[0].data)
     cold.kind = kind
     cold.value.start = <uint32_t>(start - s.parts[0].data)
     cold.value.size = <uint32_t>(s.c.at - start)
@@ -240,8 +238,6 @@ cdef inline int core_stop(Source *s, uint32_t at) noexcept nogil:
     elif status != OK:
         return core_fault(s, column, at, status, wanted)
     extra = extra_of(s.batch, at)
-    if extra == NULL:
-        return fail(s.batch, column, at, MEMORY, 0, 0, s.c.at - s.parts[0].data)
     extra.stop_kind = STOP_ID if text == NULL else STOP_TEXT
     extra.stop_id = number
     extra.stop_text.start = <uint32_t>(text - s.parts[0].data) if text != NULL else 0
@@ -261,8 +257,6 @@ cdef inline int core_kv_transfer(Source *s, uint32_t at) noexcept nogil:
     if core_skip(s, column, at) < 0:
         return -1
     cold = new_cold(s.batch, at)
-    if cold == NULL:
-        return fail(s.batch, column, at, MEMORY, 0, 0, start - s.parts[0].data)
     cold.kind, cold.aux_count = COLD_KV_TRANSFER, 0
     cold.value.start = <uint32_t>(start - s.parts[0].data)
     cold.value.size = <uint32_t>(s.c.at - start)

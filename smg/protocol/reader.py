@@ -17,6 +17,7 @@ class Reader:
     def __init__(self, parts: Sequence[bytes]) -> None:
         self.parts = parts
         self.frame = parts[0]
+        self.end = len(self.frame)  # where what is read now has to end
         self.aux_left = sum(map(len, parts[1:]))  # bytes of parts that nothing has referred to yet
         # Text that is not UTF-8 comes with surrogates in it, to be refused where text is meant.
         self.unpacker = msgpack.Unpacker(
@@ -31,7 +32,7 @@ class Reader:
 
     @property
     def left(self) -> int:
-        return len(self.frame) - self.at
+        return self.end - self.at
 
     def value(self, column: str) -> Any:
         return self._read(column, self.unpacker.unpack)
@@ -94,6 +95,9 @@ class Reader:
 
     def _read(self, column: str, how: Callable[[], Any]) -> Any:
         try:
-            return how()
+            value = how()
         except Exception as error:  # msgpack's own kinds, and ValueError and TypeError of Python's
             raise DecodeError(f"{column} is malformed: {str(error) or type(error).__name__}", column) from None
+        if self.at > self.end:
+            raise DecodeError(f"{column} goes on past byte {self.end}, where it has to end", column)
+        return value

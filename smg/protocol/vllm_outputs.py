@@ -54,6 +54,7 @@ OUTPUT = (
 # 0.20 to 0.25: told by its length, since arrays always come whole
 OUTPUT_BEFORE_EC = tuple(name for name in OUTPUT[:14] if name != "ec_transfer_params")
 ROW_REQUIRED = 2  # elements
+ROW_BYTES = 3  # the least that an output takes: its header and two elements
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 UNKNOWN_FINISH = "error"  # any reason ends a request
@@ -116,9 +117,14 @@ def _load(stats: dict[str, Any]) -> Load | None:
 
 def _read_outputs(reader: Reader, name: str) -> list[DecodedOutput]:
     count = reader.array(name)
-    if count > reader.left // 3:
+    if count > reader.left // ROW_BYTES:
         raise DecodeError(f"{name} has {count} entries, which do not fit in the frame", name)
-    return [_read_row(reader) for _ in range(count)]
+    reader.end -= ROW_BYTES * count
+    rows = []
+    for _ in range(count):
+        reader.end += ROW_BYTES  # none takes what those after it need
+        rows.append(_read_row(reader))
+    return rows
 
 
 def _read_row(reader: Reader) -> DecodedOutput:

@@ -10,7 +10,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, strcmp
 
 from smg._batch cimport batch_free, batch_init, cold_bytes, write_cold
-from smg._frame cimport FINISH_OTHER, STOP_TEXT, WAVE_START, Batch, Cold, Extra, Part, RequestId, Row, Span
+from smg._frame cimport FINISH_OTHER, STOP_TEXT, WAVE_START, Aside, Batch, Cold, Extra, Part, Row, Span
 from smg._tokenspeed cimport decode_slim
 from smg._vllm cimport decode_core
 
@@ -33,8 +33,7 @@ cdef extern from "driver.h" nogil:
     void fuzz_free(fuzz_run *run)
 
 cdef enum:
-    SLIM_MEMORY = 16           # scratch bytes per byte of a message, beside one of each thing
-    CORE_MEMORY = 32
+    MEMORY = 16                # scratch bytes per byte of a message, beside one of each thing
     MEMORY_LEAST = 1024
     PARTS_MOST = 5             # of a message, the frame among them
 
@@ -56,7 +55,7 @@ cdef void fuzz_slim(const uint8_t *given, size_t size) noexcept nogil:
     """TokenSpeed: the input is the frame."""
     cdef Part part
     part.data, part.size = given, size
-    check(slim, &part, 1, SLIM_MEMORY, &slim_used)
+    check(slim, &part, 1, &slim_used)
 
 
 cdef void fuzz_core(const uint8_t *given, size_t size) noexcept nogil:
@@ -81,7 +80,7 @@ cdef void fuzz_core(const uint8_t *given, size_t size) noexcept nogil:
     for i in range(1, count):
         parts[i].data = given + at
         at += parts[i].size
-    check(decode_core, parts, count, CORE_MEMORY, &core_used)
+    check(decode_core, parts, count, &core_used)
 
 
 cdef int overread(const Part *parts, uint32_t part_count, Batch *batch) noexcept nogil:
@@ -95,10 +94,10 @@ cdef void fuzz_overread(const uint8_t *given, size_t size) noexcept nogil:
     """To show that the sanitizers watch."""
     cdef Part part
     part.data, part.size = given, size
-    check(overread, &part, 1, SLIM_MEMORY, &slim_used)
+    check(overread, &part, 1, &slim_used)
 
 
-cdef void check(Decoder decode, const Part *given, uint32_t count, size_t factor, Batch *used) noexcept nogil:
+cdef void check(Decoder decode, const Part *given, uint32_t count, Batch *used) noexcept nogil:
     """Decodes a copy of the message, each part of which ends where its memory does."""
     cdef Part parts[PARTS_MOST]
     cdef Batch fresh
@@ -112,11 +111,11 @@ cdef void check(Decoder decode, const Part *given, uint32_t count, size_t factor
         size += given[i].size
     batch_init(&fresh)
     status = decode(parts, count, &fresh)
-    if scratch_bytes(&fresh) > factor * size + MEMORY_LEAST:
+    if scratch_bytes(&fresh) > MEMORY * size + MEMORY_LEAST:
         fuzz_fail("memory over its multiple of the message")
     if status == 0:
         check_decoded(&fresh, parts, count)
-    elif fresh.row_count or fresh.finished_count or fresh.fault.column == NULL or fresh.fault.what == NULL:
+    elif fresh.row_count or fresh.finished.size or fresh.fault.column == NULL or fresh.fault.what == NULL:
         fuzz_fail("a refusal with rows, or without a fault")
     elif fresh.fault.offset > parts[0].size:
         fuzz_fail("a fault outside the frame")
@@ -134,9 +133,9 @@ cdef void check(Decoder decode, const Part *given, uint32_t count, size_t factor
 
 cdef size_t scratch_bytes(const Batch *batch) noexcept nogil:
     return (
-        batch.row_capacity * sizeof(Row) + batch.token_capacity * sizeof(uint32_t)
-        + batch.extra_capacity * sizeof(Extra) + batch.cold_capacity * sizeof(Cold)
-        + batch.finished_capacity * sizeof(RequestId)
+        batch.row_capacity * sizeof(Row) + batch.aside_capacity * sizeof(Aside)
+        + batch.token_capacity * sizeof(uint32_t) + batch.extra_capacity * sizeof(Extra)
+        + batch.cold_capacity * sizeof(Cold)
     )
 
 
@@ -155,9 +154,11 @@ cdef void check_decoded(const Batch *batch, const Part *parts, uint32_t count) n
     for i in range(batch.row_count):
         row = &batch.rows[i]
         check_span(row.rid, size)
-        check_span(row.finish_text, size)
-        check_span(row.logprob_values, size)
-        check_span(row.logprob_ids, size)
+        if row.finish and batch.asides != NULL:
+            check_span(batch.asides[i].finish_text, size)
+        if batch.has_logprobs:
+            check_span(batch.asides[i].logprob_values, size)
+            check_span(batch.asides[i].logprob_ids, size)
         if row.first_token != tokens or row.finish > FINISH_OTHER:
             fuzz_fail("a row with another row's tokens, or an unknown end")
         tokens += row.token_count
@@ -175,8 +176,7 @@ cdef void check_decoded(const Batch *batch, const Part *parts, uint32_t count) n
         fuzz_fail("cold values that belong to no row")
     for i in range(colds):
         check_cold(&batch.colds[i], parts, count)
-    for i in range(batch.finished_count):
-        check_span(batch.finished[i].rid, size)
+    check_span(batch.finished, size)
     check_span(batch.utility, size)
     check_span(batch.weight_version, size)
     if batch.wave > WAVE_START or not 0 <= batch.kv_usage <= 1:
@@ -201,10 +201,10 @@ cdef void check_same(const Batch *one, const Batch *other) noexcept nogil:
     cdef uint32_t i
     cdef bint same = one.row_count == other.row_count and one.token_count == other.token_count
     same = same and one.extra_count == other.extra_count and one.cold_count == other.cold_count
-    same = same and one.finished_count == other.finished_count and one.has_load == other.has_load
+    same = same and one.finished.size == other.finished.size and one.has_load == other.has_load
     same = same and one.running == other.running and one.waiting == other.waiting
     same = same and one.wave == other.wave and one.engine_index == other.engine_index
-    same = same and one.utility.size == other.utility.size
+    same = same and one.utility.size == other.utility.size and one.has_logprobs == other.has_logprobs
     for i in range(one.row_count if same else 0):
         a, b = &one.rows[i], &other.rows[i]
         same = same and a.ours == b.ours and a.epoch == b.epoch and a.slot == b.slot
@@ -213,8 +213,11 @@ cdef void check_same(const Batch *one, const Batch *other) noexcept nogil:
         same = same and a.counts_absent == b.counts_absent and a.cached_tokens == b.cached_tokens
         same = same and a.prompt_tokens == b.prompt_tokens and a.rid.start == b.rid.start
         same = same and (one.deltas or a.completion_tokens == b.completion_tokens)
-        same = same and a.finish_text.size == b.finish_text.size and a.logprob_ids.size == b.logprob_ids.size
-        same = same and a.logprob_values.start == b.logprob_values.start
+        if same and a.finish and one.asides != NULL:
+            same = one.asides[i].finish_text.size == other.asides[i].finish_text.size
+        if same and one.has_logprobs:
+            same = one.asides[i].logprob_ids.size == other.asides[i].logprob_ids.size
+            same = same and one.asides[i].logprob_values.size == other.asides[i].logprob_values.size
     for i in range(one.token_count if same else 0):
         same = same and one.tokens[i] == other.tokens[i]
     if not same:

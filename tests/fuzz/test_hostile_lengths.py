@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgpack
@@ -9,13 +12,15 @@ import pytest
 
 import smg
 from smg._codec import decode_tokenspeed, decode_vllm, measure_tokenspeed, measure_vllm
+from smg.bench.decode import live_core
 from smg.errors import DecodeError
 from smg.mock import Simulator
 
 FOUR_BILLION = b"\xff\xff\xff\xff"
 TAG = msgpack.packb("BatchTokenIDOutSlim")
 MEGABYTES = 1 << 20
-SLIM, CORE, LEAST = 16, 32, 1024  # bytes of memory per byte of a frame, and for the first of each thing
+MULTIPLE, LEAST = 16, 1024  # bytes of memory per byte of a frame, and for the first of each thing
+PAGES = 256 << 10  # bytes that a process may come to use beside, for whatever reason
 
 
 def decode(backend: str, frame: bytes) -> object:
@@ -24,20 +29,43 @@ def decode(backend: str, frame: bytes) -> object:
 
 def measure(backend: str, frame: bytes) -> tuple[int, int]:
     """Bytes of memory that decoding takes, and what it may take."""
-    if backend == "tokenspeed":
-        return measure_tokenspeed(frame), SLIM * len(frame) + LEAST
-    return measure_vllm([frame]), CORE * len(frame) + LEAST
+    cost = measure_tokenspeed(frame) if backend == "tokenspeed" else measure_vllm([frame])
+    return cost, MULTIPLE * len(frame) + LEAST
 
 
-def slim(rows: int, tokens: bytes = b"\x90") -> bytes:
-    """A frame of rows with no id, each with these tokens."""
+def slim(rows: int, tokens: bytes = b"\x90", rid: bytes = b"") -> bytes:
+    """A frame of rows with this id and these tokens each."""
     header = b"\xdd" + rows.to_bytes(4, "big")
-    columns = [b"\xa0" * rows, tokens * rows, b"\xa0" * rows, *[b"\0" * rows] * 3, *[b"\x90" * rows] * 2]
+    rids = bytes((0xA0 + len(rid),)) + rid
+    columns = [rids * rows, tokens * rows, b"\xa0" * rows, *[b"\0" * rows] * 3, *[b"\x90" * rows] * 2]
     return b"\x99" + TAG + b"".join(header + column for column in columns)
 
 
-def core(rows: int) -> bytes:
-    return b"\x92\0\xdd" + rows.to_bytes(4, "big") + b"\x92\xa0\x90" * rows
+def core(rows: int, row: bytes = b"\x92\xa0\x90") -> bytes:
+    """A frame of such rows: no id and no token if not said."""
+    return b"\x92\0\xdd" + rows.to_bytes(4, "big") + row * rows
+
+
+def dense(backend: str, size: int, rid: bytes) -> dict[str, bytes]:
+    """The frames of about that size that take most, some of them with rows of a running request."""
+    many = b"\xdd" + size.to_bytes(4, "big")
+    if backend == "tokenspeed":
+        return {
+            "rows": slim(size // 8),
+            "rows that go on": slim(size // 8)[: size // 2],
+            "tokens": slim(1, many + bytes(size), rid),
+        }
+    no_ids = many + b"\xa0" * size
+    return {
+        "rows": core(size // 3),
+        "rows that go on": core(size // 4, b"\x92\xa0\x91\0")[: size * 4 // 5],
+        "tokens": core(1, b"\x92\xb8" + rid + many + bytes(size)),
+        "tokens of many rows": core(size // 36, b"\x92\xb8" + rid + b"\x99" + bytes(9)),
+        "stop reasons": core(size // 8, b"\x97\xa0\x90\xc0\xc0\xc0\xc0\0"),
+        "values to keep": core(size // 10, b"\x99\xa0\x90\xc0\xc0\xc0\xc0\0\xc0\x80"),
+        "finished ids": b"\x96\0\x90\xc0\0\xc0" + no_ids,
+        "finished ids after a row": b"\x96" + core(1)[1:] + b"\xc0\0\xc0" + no_ids,
+    }
 
 
 HOSTILE = {
@@ -63,6 +91,8 @@ HOSTILE = {
         "part": b"\x92\0\x91\x93\xa0\x90\x93\x93\xa3<i4\x92\1\1\xce" + FOUR_BILLION,
     },
 }
+RID = b"0" * 24
+DENSE = [(backend, name) for backend in ("tokenspeed", "vllm") for name in dense(backend, 1, RID)]
 CASES = [(backend, name) for backend, frames in HOSTILE.items() for name in frames]
 
 
@@ -75,14 +105,49 @@ def test_a_hostile_length_is_refused_and_costs_no_more_than_its_frame(backend: s
     assert cost <= most
 
 
-@pytest.mark.parametrize("backend", ["tokenspeed", "vllm"])
 @pytest.mark.parametrize("megabytes", [4, pytest.param(64, marks=pytest.mark.slow)])
-def test_the_densest_frame_costs_no_more_than_its_multiple(backend: str, megabytes: int) -> None:
+@pytest.mark.parametrize(("backend", "name"), DENSE)
+def test_the_densest_frames_cost_no_more_than_their_multiple(backend: str, name: str, megabytes: int) -> None:
     size = megabytes * MEGABYTES
-    frame = slim(size // 8) if backend == "tokenspeed" else core(size // 3)
+    frame = dense(backend, size, RID)[name]
     cost, most = measure(backend, frame)
-    assert len(frame) > size // 2
+    assert len(frame) >= size // 2
     assert cost <= most
+
+
+def print_growth(backend: str, name: str) -> None:
+    """In a process of its own: bytes by which its memory grew at most while it took a dense frame, and their size."""
+    core_, _, (stream,), _ = live_core(1, backend)
+    frame = dense(backend, 4 * MEGABYTES, stream.request_id.encode())[name]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is in use
+    before = memory("VmRSS")
+    core_.feed(0, frame)
+    print(memory("VmHWM") - before, len(frame), core_.counters()["frames"][0])
+
+
+def memory(kind: str) -> int:
+    """Bytes, as Linux counts them for this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's count of a process's pages")
+@pytest.mark.parametrize(("backend", "name"), DENSE)
+def test_a_router_that_takes_the_densest_frames_grows_by_no_more_than_their_multiple(backend: str, name: str) -> None:
+    program = f"import test_hostile_lengths as t; t.print_growth({backend!r}, {name!r})"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    growth, size, applied = map(int, done.stdout.split())
+    assert applied == (name != "rows that go on")
+    assert growth <= MULTIPLE * size + PAGES
+    assert growth > 0 or name.startswith("finished ids") or not applied
 
 
 @pytest.mark.parametrize("backend", ["tokenspeed", "vllm"])

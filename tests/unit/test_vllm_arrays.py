@@ -101,8 +101,8 @@ def test_what_was_not_sent_is_none() -> None:
 
 
 @pytest.mark.parametrize("vector", MESSAGES, ids=str)
-def test_scratch_is_at_most_32_times_the_message(vector: Vector) -> None:
-    assert measure_vllm(parts_of(vector)) <= 32 * sum(map(len, parts_of(vector))) + 1024
+def test_scratch_is_at_most_16_times_the_message(vector: Vector) -> None:
+    assert measure_vllm(parts_of(vector)) <= 16 * sum(map(len, parts_of(vector))) + 1024
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 100, 5000])
@@ -111,15 +111,27 @@ def test_scratch_is_at_most_32_times_the_message(vector: Vector) -> None:
     [["", []], ["", [0] * 9], ["", [0], None, None, None, 0, 0], ["", [], None, None, None, 0, "", 0, {}]],
     ids=["shortest", "tokens", "stop reasons", "kv params"],
 )
-def test_scratch_is_at_most_32_times_the_densest_messages(count: int, output: list[Any]) -> None:
+def test_scratch_is_at_most_16_times_the_densest_messages(count: int, output: list[Any]) -> None:
     frame = message(*[output] * count, finished_requests=[""] * count)
     assert len(decode_vllm([frame]).rows) == count
-    assert measure_vllm([frame]) <= 32 * len(frame) + 1024
+    assert measure_vllm([frame]) <= 16 * len(frame) + 1024
 
 
 def test_a_message_that_claims_more_outputs_than_it_has_takes_no_memory_for_them() -> None:
     assert measure_vllm([b"\x92\x01\xdd" + HUGE + bytes(1000)]) == 0
     assert measure_vllm([pack([1, [[]] * 1000])]) == 0
+
+
+@both_decoders
+@pytest.mark.parametrize(
+    "output", [b"\x92\xa0\x91\x07", b"\x92\xa1x\x90", b"\x93\xa0\x90\xc0"], ids=["token", "id", "nil"]
+)
+def test_an_output_is_refused_that_takes_what_the_outputs_after_it_need(output: bytes, decode: Decoder) -> None:
+    outputs = b"\x92\x01\xdc\x00\x78" + output * 90  # 360 bytes, which would do for 120 of the shortest
+    with pytest.raises(DecodeError):
+        decode([outputs])
+    decode([outputs + b"\x92\xa0\x90" * 30])
+    assert measure_vllm([outputs]) <= 16 * len(outputs) + 1024
 
 
 @both_decoders

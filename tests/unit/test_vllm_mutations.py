@@ -211,13 +211,13 @@ def doubtful_messages(draw: st.DrawFn) -> list[bytes]:
 @given(good_messages())
 def test_both_decoders_take_every_message_that_the_wire_allows(parts: list[bytes]) -> None:
     assert isinstance(agreed(parts), DecodedOutputs)
-    assert measure_vllm(parts) <= 32 * sum(map(len, parts)) + 1024
+    assert measure_vllm(parts) <= 16 * sum(map(len, parts)) + 1024
 
 
 @given(doubtful_messages())
 def test_both_decoders_agree_on_messages_of_the_right_outline(parts: list[bytes]) -> None:
     agreed(parts)
-    assert measure_vllm(parts) <= 32 * sum(map(len, parts)) + 1024
+    assert measure_vllm(parts) <= 16 * sum(map(len, parts)) + 1024
 
 
 @given(good_messages(), st.data())
