@@ -5,6 +5,7 @@ Dropping a handle queues an ABORT and no more, so a finaliser may do it anywhere
 
 import asyncio
 from asyncio import Future, _get_running_loop
+from weakref import WeakValueDictionary
 
 from cpython.object cimport PyObject, PyObject_Call, PyTypeObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
@@ -197,7 +198,7 @@ cdef class Stream:
         record.claimed = True
         iterator = StreamIterator.__new__(StreamIterator)
         iterator.stream = self
-        iterator.home = {"loop": loop}
+        iterator.home = home_of(loop)
         return iterator
 
     def blocking(self, timeout=None):
@@ -217,6 +218,20 @@ cdef class Stream:
         return iterator
 
 
+class Home(dict):
+    """The keyword with which the futures of a loop are made: one for all iterators there, and gone with them."""
+
+
+HOMES = WeakValueDictionary()   # by id of the loop, which its home keeps
+
+
+cdef object home_of(loop):
+    home = HOMES.get(id(loop))
+    if home is None:
+        home = HOMES[id(loop)] = Home(loop=loop)
+    return home
+
+
 @cython.final
 cdef class StreamIterator:
     """The one-use iterator of a stream. When it goes before the terminal output, the request is aborted.
@@ -227,7 +242,7 @@ cdef class StreamIterator:
     """
 
     cdef Stream stream
-    cdef dict home   # how its futures are made: the loop's keyword
+    cdef object home   # Home of the loop it runs in
 
     def __del__(self):
         self.stream.record.release()
