@@ -97,7 +97,8 @@ class Loop:
         self._doubt: dict[int, set[int]] = {}  # rank -> other connections, one of which may have got that INIT
         self._unready: set[int] = set()  # ranks whose READY has not come, and would be heard
         self._ready_by: dict[int, tuple[int, float]] = {}  # rank -> incarnation that could take work, end of patience
-        self._reused: dict[int, int] = {}  # rank -> incarnation whose addresses the next dialer may have been given
+        self._shared: dict[int, int] = {}  # rank -> incarnation whose INIT the next dialer may have got
+        self._kept: dict[int, Sockets] = {}  # rank -> sockets of that incarnation, until the next takes them
         self._gone: dict[int, int] = {}  # rank -> incarnation that has hung up in its handshake
         self._restless = False  # whether to come back as soon as the pump has looked once
         self._asked: dict[int, int] = {}  # rank -> its incarnation that was sent something to see if it is there
@@ -304,7 +305,7 @@ class Loop:
             self._handle(rank, Event.LOST, incarnation=life.incarnation, why="hung up before it was READY")
         elif life.pending:
             if self._doubt[rank]:
-                self._reused[rank] = life.incarnation
+                self._shared[rank] = life.incarnation
             life.hurry(time.monotonic() + _GONE_GRACE)
         else:
             return  # it was READY, after which it need not stay connected; or another has its INIT and says HELLO next
@@ -455,6 +456,17 @@ class Loop:
         self._doubt[rank] |= self._connections.silent
 
     def _bind(self, rank: int, incarnation: int) -> Sockets:
+        sockets = self._kept.pop(rank, None) or self._new_sockets()
+        try:
+            sockets.output.bind(self._directory.output(rank, incarnation))
+            sockets.input.bind(self._directory.input(rank, incarnation))
+        except BaseException:
+            sockets.close()
+            self._discard(rank, incarnation)
+            raise
+        return sockets
+
+    def _new_sockets(self) -> Sockets:
         output = self._context.socket(zmq.PULL)
         output.setsockopt(zmq.RCVHWM, 0)  # an engine's PUSH would block its scheduler
         output.setsockopt(zmq.LINGER, 0)
@@ -464,36 +476,30 @@ class Loop:
         input_.setsockopt(zmq.ROUTER_HANDOVER, 1)  # until the rank has registered, who came first may not be it
         input_.setsockopt(zmq.SNDHWM, 1000)
         input_.setsockopt(zmq.LINGER, 0)
-        sockets = Sockets(input_, output, monitor)
-        try:
-            for known in self._names(rank, incarnation):
-                output.bind(self._directory.output(rank, known))
-                input_.bind(self._directory.input(rank, known))
-        except BaseException:
-            sockets.close()
-            for known in self._names(rank, incarnation):
-                self._directory.discard(rank, known)
-            raise
-        return sockets
-
-    def _names(self, rank: int, incarnation: int) -> set[int]:
-        """The incarnations under whose addresses the process of this one may look for it."""
-        former = self._reused.get(rank, 0)
-        return {incarnation, former} if former == incarnation - 1 > 0 else {incarnation}
+        return Sockets(input_, output, monitor)
 
     def _unbind(self, rank: int, incarnation: int) -> None:
         sockets, self._sockets[rank] = self._sockets[rank], None
         if sockets is None:
             return
+        unused = rank not in self._early and not self.core.connected(rank)
         self._config_hashes.pop(rank, None)
         self._early.pop(rank, None)
         self._ready_by.pop(rank, None)
         self.calls.rank_died(rank)
         self.core.end_rank(rank)  # a handshake that was given up has none, a drained rank neither
         self.core.detach(rank)
-        sockets.close()
-        for known in self._names(rank, incarnation):
-            self._directory.discard(rank, known)
+        if unused and self._shared.get(rank) == incarnation == self.lives[rank].incarnation - 1:
+            self._kept[rank] = sockets  # the next may look for them under the addresses of this one
+        else:
+            sockets.close()
+            self._discard(rank, incarnation)
+
+    def _discard(self, rank: int, incarnation: int) -> None:
+        """Unlink what is left of an incarnation's addresses, and of those that it has had from the one before."""
+        self._directory.discard(rank, incarnation)
+        if self._shared.get(rank) == incarnation - 1:
+            self._directory.discard(rank, incarnation - 1)
 
     def _note(self, rank: int, topic: str, message: str, *args: object) -> None:
         """Log once per rank and topic, so that a loud dialer does not fill the log."""

@@ -96,8 +96,8 @@ class Process(Dialer):
             try:
                 group.wait_ready(SOON)
                 stream = group.submit(PROMPT, params())
-            except smg.NotReady:
-                break
+            except smg.NotReady as error:
+                raise AssertionError(str(error)) from None
             except smg.NoRank:
                 continue
             while self.input.poll(100):
@@ -195,23 +195,34 @@ def test_an_init_that_went_to_the_next_dialer_is_good_for_it(group, monkeypatch,
         assert group.ranks[0].incarnation == 1 + loads
 
 
-@pytest.mark.parametrize("rounds", [60, pytest.param(3000, marks=pytest.mark.slow)])
-def test_who_is_left_of_processes_that_come_and_go_within_milliseconds_gets_in(group, rounds):
+@pytest.mark.parametrize("overlap", [False, True], ids=["one after another", "at the same time"])
+@pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=pytest.mark.slow)])
+def test_who_is_left_of_processes_that_come_and_go_within_milliseconds_gets_in(group, rounds, overlap):
     chance = random.Random(rounds)
     steps = (Process.hello, Process.init, Process.ready, Process.register)
+
+    def pause():
+        time.sleep(chance.choice((0, 0, 0.0005, 0.001, 0.003)))
+
     for _ in range(rounds):
+        others, left = [], Process(group)
         for _ in range(chance.randrange(1, 4)):
-            with closing(Process(group)) as doomed:
-                doomed.handshake.connect(group.handshake_address)
-                for step in steps[: chance.randrange(5)]:
-                    if step is Process.init and not doomed.handshake.poll(chance.choice((1, 5, 20))):
-                        break
-                    step(doomed)
-                time.sleep(chance.choice((0, 0, 0.0005, 0.001, 0.003)))
-        with closing(Process(group)) as left:
-            left.handshake.connect(group.handshake_address)
-            left.hello()
-            time.sleep(chance.choice((0, 0.001)))
+            others.append(Process(group))
+            others[-1].connect()
+            for step in steps[: chance.randrange(5)]:
+                if step is Process.init and not others[-1].handshake.poll(chance.choice((1, 5, 20))):
+                    break
+                step(others[-1])
+            pause()
+            if not overlap or chance.random() < 0.5:
+                others.pop().close()
+        left.connect().hello()
+        pause()
+        chance.shuffle(others)
+        for other in others:
+            other.close()
+            pause()
+        with closing(left):
             left.serve()
             assert left.takes(group)
 

@@ -126,6 +126,23 @@ def test_one_bad_frame_is_survived_and_three_in_a_row_fail_that_rank(make_group,
     idle(group)
 
 
+@pytest.mark.parametrize("minutes", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(120)])])
+def test_undecodable_frames_are_logged_with_their_head_and_size_once_a_minute(make_group, caplog, minutes):
+    group, mock = make_group(ranks=1)
+    with caplog.at_level(logging.WARNING, "smg"):
+        for turn in range(minutes + 1):
+            time.sleep(61 * bool(turn))
+            for _ in range(2):
+                mock.raw(0, b"\xc1" + bytes(range(200)))
+                assert tokens_of(group.submit(PROMPT, short())) == mock.reply(7, 5)
+        wait_until(lambda: len(caplog.records) == minutes + 1)
+    assert group.counters["undecodable"] == [2 * (minutes + 1)]
+    for record in caplog.records:
+        assert "rank 0 sent an undecodable frame of 201 bytes" in record.getMessage()
+        assert "it begins with c1000102030405060708" in record.getMessage()
+        assert len(record.getMessage()) < 400
+
+
 def test_a_wrong_engine_index_is_counted_and_its_rows_are_still_the_sockets(make_group, idle, caplog):
     group, mock = make_group(ranks=2)
     mock.engine_index(1, rank=0)
