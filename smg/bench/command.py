@@ -218,6 +218,7 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
     }
     print(f"{accounting.line(context['machine'])}\n{accounting.line(context['versions'])}; {plan.repeats} repeats\n")
     measured: list[Measurement] = []
+    failure: BenchError | None = None
     names = list(PARTS) if args.part == ALL else [args.part]
 
     def asked(name: str) -> bool:
@@ -233,6 +234,11 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
             raise BenchError(f"--only {' '.join(plan.only)}: nothing that {args.part} measures has this in its name")
     except KeyboardInterrupt:
         say("stopped; what was measured so far:")
+    except BenchError as error:
+        if not measured:
+            raise
+        failure = error
+        say("a measurement failed; what was measured before it:")
     context["seconds"] = round(time.time() - begin, 1)
     print(accounting.table(*table(measured, bars)))
     kept = document(measured, context)
@@ -241,6 +247,8 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
     if args.plot:
         for path in _module("smg.bench.plots").draw(kept, args.plot):
             say(f"wrote {path}")
+    if failure is not None:
+        raise failure
     if not args.bars:
         return 0
     status, why = hold(measured, bars, asked)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from smg.bench import turns
-from smg.bench.results import AT_MOST, FELL_SHORT, OURS, read_bars
+from smg.bench.results import AT_MOST, FELL_SHORT, OURS, Measurement, read_bars
 from smg.bench.turns import BenchError, Plan, Receiver
 from smg.cli import main
 
@@ -35,6 +36,23 @@ def test_a_part_prints_its_table_and_writes_every_sample(tmp_path: Path, capsys:
         "msgspec": 10,
         "msgpack": 10,
     }
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(plan: Plan) -> Iterator[Measurement]:
+        yield Measurement(NAME, "a frame", "µs", {OURS: [1.0, 1.0]})
+        raise BenchError("a rival has gone")
+
+    monkeypatch.setattr("smg.bench.decode.measure", measure)
+    path, bars = tmp_path / "figures.json", tmp_path / "bars.json"
+    bars.write_text(json.dumps({NAME: {AT_MOST: 1000}}))
+    assert main([*DECODE, "--json", str(path), "--assert", str(bars)]) == 2
+    printed = capsys.readouterr()
+    assert "| a frame (µs) |" in printed.out
+    assert "smg bench: a rival has gone" in printed.err
+    assert [measured["name"] for measured in json.loads(path.read_text())["measurements"]] == [NAME]
 
 
 @pytest.mark.parametrize(
