@@ -59,8 +59,8 @@ class Bench:
             yield Path(name)
 
     @contextmanager
-    def fleet(self, ranks: int = 4, group: dict[str, Any] | None = None, **options: Any) -> Iterator[Fleet]:
-        """A live group with a process per rank."""
+    def group(self, ranks: int = 1, **options: Any) -> Iterator[smg.EngineGroup]:
+        """A group that no rank has dialed."""
         with (
             self.directory() as directory,
             smg.EngineGroup(
@@ -68,9 +68,15 @@ class Bench:
                 backend="tokenspeed",
                 ranks=ranks,
                 handshake_address="tcp://127.0.0.1:0",
-                **(group or {}),
+                **options,
             ) as made,
         ):
+            yield made
+
+    @contextmanager
+    def fleet(self, ranks: int = 4, group: dict[str, Any] | None = None, **options: Any) -> Iterator[Fleet]:
+        """A live group with a process per rank."""
+        with self.group(ranks, **(group or {})) as made:
             fleet = Fleet(self.nursery, made, **options)
             try:
                 made.wait_ready(30)
@@ -125,12 +131,7 @@ def crash_in_load(bench: Bench) -> str:
     """A process that goes between INIT and READY: until its successor, already waiting to dial, is live."""
     times = []
     for _ in range(bench.rounds):
-        with (
-            bench.directory() as directory,
-            smg.EngineGroup(
-                f"ipc://{directory}/e", backend="tokenspeed", ranks=1, handshake_address="tcp://127.0.0.1:0"
-            ) as group,
-        ):
+        with bench.group() as group:
             loading = Dialer(group, 0)
             loading.hello()
             loading.init()
@@ -217,13 +218,7 @@ def silent_claim(bench: Bench) -> str:
     """A connection with rank 0's identity that says nothing, made between the rank's INIT and its READY."""
     times = []
     for _ in range(bench.rounds):
-        with (
-            bench.directory() as directory,
-            smg.EngineGroup(
-                f"ipc://{directory}/e", backend="tokenspeed", ranks=1, handshake_address="tcp://127.0.0.1:0"
-            ) as group,
-            closing(Dialer(group, 0)) as rank,
-        ):
+        with bench.group() as group, closing(Dialer(group, 0)) as rank:
             rank.hello()
             rank.init()
             with closing(Dialer(group, 0)):
@@ -319,10 +314,7 @@ def retry(bench: Bench) -> str:
 @contextmanager
 def claimed(bench: Bench) -> Iterator[tuple[smg.EngineGroup, Simulator]]:
     with (
-        bench.directory() as directory,
-        smg.EngineGroup(
-            f"ipc://{directory}/e", backend="tokenspeed", ranks=2, handshake_address="tcp://127.0.0.1:0"
-        ) as group,
+        bench.group(2) as group,
         Simulator(group.url, ranks=2, handshake_address=group.handshake_address, step_ms=0) as mock,
     ):
         group.wait_ready(10)
@@ -347,12 +339,7 @@ def bad_hellos(bench: Bench) -> str:
     """Duplicate, out-of-range and garbage HELLOs while a group forms."""
     times = []
     for _ in range(bench.rounds):
-        with (
-            bench.directory() as directory,
-            smg.EngineGroup(
-                f"ipc://{directory}/e", backend="tokenspeed", ranks=2, handshake_address="tcp://127.0.0.1:0"
-            ) as group,
-        ):
+        with bench.group(2) as group:
             stray, loud = Dialer(group, 5), Dialer(group, 0)
             try:
                 stray.hello()
