@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from random import getrandbits
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 encode = msgspec.json.Encoder().encode
 
+_random = Random()  # its own: a host that seeds Python's shared one gets no id twice
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; what OpenAI sends for one
 
 
 def new_id(prefix: str) -> str:
     """`prefix` and 24 random hex digits."""
-    return f"{prefix}{getrandbits(96):024x}"
+    return f"{prefix}{_random.getrandbits(96):024x}"
 
 
 def usage_counts(choices: Sequence[Choice], n: int) -> tuple[int, int, int]:
