@@ -59,11 +59,16 @@ class Life:
         return [token for out in stream.blocking(PATIENCE) for token in out.token_ids]
 
     def running(self) -> list[Iterator[smg.Output]]:
-        """A request on each rank that has begun to come and is far from its end."""
-        readers = [self.group.submit(PROMPT, LONG, rank=rank).blocking(PATIENCE) for rank in (0, 1)]
-        for reader in readers:
-            next(reader)
-        return readers
+        """A request on each rank that has begun to come, held before its end."""
+        for _ in range(10):
+            readers = [self.group.submit(PROMPT, LONG, rank=rank).blocking(PATIENCE) for rank in (0, 1)]
+            for reader in readers:
+                next(reader)
+            self.group.wait_utility("pause_scheduler", "keep")
+            if [rank.in_flight for rank in self.group.ranks] == [1, 1]:
+                return readers
+            self.group.wait_utility("resume_scheduler")  # this process was slow, and one is at its end
+        raise AssertionError("engines are done before they can be held")
 
 
 @pytest.fixture
@@ -90,6 +95,7 @@ def test_a_dense_rank_dies_alone_and_a_group_takes_the_engines_of_a_new_start(li
     with pytest.raises(RankDied) as death:
         last_of(victim)
     assert death.value.rank == 1
+    live.group.wait_utility("resume_scheduler", rank=0)
     assert (last_of(survivor).completion_tokens, live.states()) == (400, ["live", "dead"])
     assert [live.group.submit(PROMPT, SHORT).rank for _ in range(4)] == [0] * 4
     with pytest.raises(smg.InvalidRank):
@@ -110,6 +116,7 @@ def test_a_dense_rank_dies_alone_and_a_group_takes_the_engines_of_a_new_start(li
     queued = [
         live.group.submit(PROMPT, LONG, rank=0).blocking(PATIENCE) for _ in range(16)
     ]  # more than is done at once
+    live.group.wait_utility("is_sleeping", rank=0)  # answered after all of them have been taken in
     second.processes()[0].terminate()
     assert "abort" in {last_of(reader).finish_reason for reader in (stopped, *queued)}
     wait_until(lambda: live.states() == ["dead", "dead"], "both ranks are gone")
