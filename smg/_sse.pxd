@@ -18,6 +18,9 @@ cdef class Histogram:
 
 cdef class Wire:
     cdef object write            # of the connection's transport; None once that is lost
+    cdef object unwritten        # the transport's: bytes that it holds
+    cdef int socket              # a descriptor of the connection that is ours alone to close, or -1
+    cdef bint direct             # the transport holds nothing, so the socket takes what comes next
     cdef public bytes head       # status line and headers, sent with the first part; None then
     cdef Buffer out              # what is queued and not written
     cdef bint chunked            # HTTP/1.1 framing; else the connection's end ends the body
@@ -30,6 +33,8 @@ cdef class Wire:
     cdef int put(self, bytes part) except -1
     cdef int put_text(self, bytes before, const uint8_t *text, Py_ssize_t size, bytes after) except -1
     cdef int flush(self) except -1
+    cdef Py_ssize_t send_now(self) except -1
+    cdef void release(self) noexcept
 
 
 cdef class Choice:

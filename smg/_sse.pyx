@@ -9,13 +9,21 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memcpy
+from posix.unistd cimport close as close_descriptor
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from smg._escape cimport escape_into, escape_size, hex_digit
 from smg._outlets cimport Output
 from smg._text cimport Buffer, Detokenizer, buffer_append, buffer_free, buffer_reserve
 
+import os
+
 from smg.errors import Error
+
+cdef extern from "<sys/socket.h>":
+    Py_ssize_t send(int, const void *, size_t, int)
+    int MSG_DONTWAIT, MSG_NOSIGNAL
+
 
 # ---------------------------------------------------------------- JSON text
 
@@ -135,23 +143,48 @@ cdef inline char *write_chunk_size(char *at, Py_ssize_t size) noexcept nogil:
     return at + 2
 
 
+cdef int duplicate(transport) except -2:
+    """A descriptor of our own for what a transport writes to; -1 if bytes have to go through it, as with TLS."""
+    socket = transport.get_extra_info("socket")
+    if socket is None or transport.get_extra_info("sslcontext") is not None:
+        return -1
+    try:
+        return os.dup(socket.fileno())
+    except OSError:  # out of descriptors, or closed already
+        return -1
+
+
 cdef class Wire:
     """The event stream of one HTTP response: the only thing that writes to its connection.
 
     `protocol` is the connection's, which tells when the client does not read, or is gone (its `transport` is None
     then). `chunked` frames each part as HTTP/1.1 wants it. `head`, the status line and headers, is sent with the
     first part.
+
+    As long as the transport holds no bytes and there is no TLS, parts go to the socket in one system call, and only
+    what that does not take goes to the transport. The descriptor is a duplicate, which nobody else can close: it
+    never becomes another connection's. It is closed with the response or the connection, whichever ends first.
     """
 
     def __cinit__(self, protocol, bint chunked):
         transport = protocol.transport
-        self.write = None if transport is None else transport.write
+        self.socket = -1
+        if transport is not None:
+            self.write = transport.write
+            self.unwritten = transport.get_write_buffer_size
+            self.socket = duplicate(transport)
         self.chunked = chunked
         self.head = b""
         self.choices = []
 
     def __dealloc__(self):
+        self.release()
         buffer_free(&self.out)
+
+    cdef void release(self) noexcept:
+        if self.socket >= 0:
+            close_descriptor(self.socket)
+            self.socket = -1
 
     cdef int put(self, bytes part) except -1:
         """Queue bytes as they go over the wire, the head before the first of them."""
@@ -187,15 +220,26 @@ cdef class Wire:
 
     cdef int flush(self) except -1:
         """Write what is queued, in one call."""
-        cdef bytes queued
+        cdef Py_ssize_t sent, rest
         if self.out.size == 0:
             return 0
-        queued = PyBytes_FromStringAndSize(<char *>self.out.data, self.out.size)
-        self.out.size = 0
         self.quiet = 0
         if self.write is not None:
-            self.write(queued)
+            sent = self.send_now() if self.socket >= 0 else 0
+            rest = self.out.size - sent
+            if rest:
+                self.write(PyBytes_FromStringAndSize(<char *>self.out.data + sent, rest))
+        self.out.size = 0
         return 0
+
+    cdef Py_ssize_t send_now(self) except -1:
+        """How many of the queued bytes the socket has taken. What is wrong with it, the transport finds out."""
+        cdef Py_ssize_t size = self.out.size, sent
+        if not self.direct and self.unwritten():
+            return 0
+        sent = max(0, send(self.socket, self.out.data, size, MSG_DONTWAIT | MSG_NOSIGNAL))
+        self.direct = sent == size
+        return sent
 
     def send(self, bytes part not None) -> None:
         """Write `part`, e.g. a comment or an event as it goes over the wire."""
@@ -219,10 +263,12 @@ cdef class Wire:
         elif self.head is not None:
             self.put(b"")
         self.flush()
+        self.release()
 
     def leave(self) -> None:
-        """The client is gone: nothing is written any more."""
+        """The client or the response is gone: nothing is written any more."""
         self.write = None
+        self.release()
 
     def pause(self) -> None:
         """The transport's buffer is full: texts coalesce until `resume`."""

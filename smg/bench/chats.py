@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smg.bench import native
+from smg.bench.accounting import keep_aside
 
 PIECE = 4  # bytes of text per token that the simulator makes: a space and three letters
 
@@ -108,6 +109,7 @@ class Client:
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
             raise SystemExit(f"the load client ended with status {self._process.wait()}")
+        keep_aside(self._process.pid)
 
     def start(self) -> None:
         assert self._process.stdin is not None

@@ -2,7 +2,8 @@
 
 Gateways run all the time; a case goes to one and then to the other. CPU is what the operating system accounts to a
 gateway's process, all threads, for everything it did in a run; delay is from the simulated engine's send of a token to
-the client's receipt of it (CLOCK_MONOTONIC).
+the client's receipt of it (CLOCK_MONOTONIC). Client and ranks stand for other machines: they stay on the last CPU,
+while a gateway, whichever, may use all.
 
 No gateway can be below `send`, a C server that knows the answers beforehand and writes an event per stream and step,
 nor below `receive + send`, which adds what it takes to get the engine's frames off their socket.

@@ -102,6 +102,7 @@ class Gateway(Server):
                 rows=rows,
                 columns=columns,
             )
+            accounting.keep_aside(self.simulator.pid)
             self._wait_ready()
         except BaseException:
             self.close()

@@ -156,5 +156,7 @@ class Completion:
         self.front.active.discard(self)
         self._abort()
         protocol: Any = self.exchange.request.protocol
-        if self.wire is not None and getattr(protocol, "wire", None) is self.wire:
-            protocol.wire = None
+        if self.wire is not None:
+            self.wire.leave()
+            if getattr(protocol, "wire", None) is self.wire:
+                protocol.wire = None

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Collection, Coroutine
@@ -32,6 +33,7 @@ LEVELS = {
     "warn": logging.WARNING,
     "error": logging.ERROR,
 }
+DESCRIPTORS = 65_536  # a connection has one, and two while it streams
 POLICY_NAMES = ("least_load", "round_robin", "random", "power_of_two", "passthrough")
 
 
@@ -210,6 +212,8 @@ def run_service(
     gc.set_threshold(50_000, 20, 50)
     # The loop takes the GIL from the thread that reads long prompts sooner than after 5 ms: streams wait for it.
     sys.setswitchinterval(0.0005)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(DESCRIPTORS, hard)), hard))
     try:
         return int(uvloop.run(serve(options)))
     except (Error, OSError, ValueError) as exc:

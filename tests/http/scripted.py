@@ -39,6 +39,12 @@ class Transport:
     def write(self, data: bytes) -> None:
         self.writes.append(bytes(data))
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, name: str) -> None:
+        """Neither a socket nor TLS."""
+
 
 class Client:
     """The far end of one connection."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -129,6 +130,16 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(ipc_dir):
     assert (code, err) == (0, "")
     assert "shutting down" in out
     assert not list(ipc_dir.glob("*.sock"))
+
+
+def test_launch_may_have_as_many_descriptors_as_it_is_let(ipc_dir):
+    process = command(
+        *launch_arguments(ipc_dir), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+    )
+    process.stdout.readline()
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (4096, 4096)
+    process.terminate()
+    assert finish(process)[0] == 0
 
 
 def test_launch_takes_the_rust_gateways_flags_with_a_warning(ipc_dir):
