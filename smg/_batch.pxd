@@ -25,6 +25,15 @@ cdef inline void batch_free(Batch *batch) noexcept nogil:
     batch_init(batch)
 
 
+cdef inline size_t batch_bytes(const Batch *batch) noexcept nogil:
+    """The memory that it has."""
+    return (
+        batch.row_capacity * sizeof(Row) + batch.aside_capacity * sizeof(Aside)
+        + batch.token_capacity * sizeof(uint32_t) + batch.extra_capacity * sizeof(Extra)
+        + batch.cold_capacity * sizeof(Cold)
+    )
+
+
 cdef inline void batch_clear(Batch *batch) noexcept nogil:
     """Empty, with the memory kept for the next message."""
     batch.row_count = 0

@@ -14,7 +14,7 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from operator import index as as_index
 
-from smg._batch cimport batch_free, batch_init, cold_bytes, fault_parts, parse_wire_id, write_cold
+from smg._batch cimport batch_bytes, batch_free, batch_init, cold_bytes, fault_parts, parse_wire_id, write_cold
 from smg._frame cimport STOP_ID, STOP_TEXT, WAVE_COMPLETE, WAVE_NONE, Aside, Batch, Cold, Decoder, Extra, Part, Row, Span
 from smg._msgpack cimport WRONG_TYPE, Cursor, read_array, read_bin, read_bool, read_ext, read_float, \
     read_i64, read_map, read_text, read_u32, read_u64, read_valid_text, skip, take_nil
@@ -243,7 +243,7 @@ cdef object decode_with(Decoder decoder, given, Maker make):
         with nogil:
             status = decoder(parts, count, &batch)
         if make == NULL:
-            return scratch_bytes(&batch)
+            return batch_bytes(&batch)
         if status < 0:
             raise fault_error(*fault_parts(&batch.fault))
         return make(parts, &batch)
@@ -253,14 +253,6 @@ cdef object decode_with(Decoder decoder, given, Maker make):
             PyBuffer_Release(&views[i])
         free(views)
         free(parts)
-
-
-cdef size_t scratch_bytes(const Batch *batch):
-    return (
-        batch.row_capacity * sizeof(Row) + batch.aside_capacity * sizeof(Aside)
-        + batch.token_capacity * sizeof(uint32_t) + batch.extra_capacity * sizeof(Extra)
-        + batch.cold_capacity * sizeof(Cold)
-    )
 
 
 # TokenSpeed

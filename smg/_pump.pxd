@@ -10,6 +10,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read
 
 from smg._delivery cimport apply
+from smg._batch cimport batch_bytes, batch_free
 from smg._frame cimport WAVE_COMPLETE, WAVE_NONE, WAVE_START, Batch, Decoder, Fault, Part
 from smg._table cimport (
     CAUSE_DIED, NIL, RANK_DEAD, RANK_LIVE, RANK_STALLED, SLOT_LIVE, TYPE_ABORT, TYPE_ADD, Message, Rank, Slot, Table,
@@ -25,6 +26,7 @@ from smg._zmq cimport (
 cdef enum:
     TURN_FRAMES = 256          # frames read from one rank before the others get their turn
     BAD_FRAMES = 3             # undecodable in a row: the rank is failed
+    BATCH_KEPT = 4 << 20       # bytes of memory for decoding that are kept from one frame to the next
     HEAD_BYTES = 64            # of a bad frame, for the log
     SETTLE_ROUNDS = 4          # attempts to bring a ROUTER to rest before the next wake
 
@@ -198,8 +200,17 @@ cdef inline void report_undecodable(Pump *pump, uint32_t rank_index, const uint8
     if event != NULL:
         event.fault = pump.batch.fault
 
-# Decodes one message and applies it. Returns 0, or the Death that it is to its rank.
+# Decodes one message and applies it. Returns 0, or the Death that it is to its rank. What a huge one took of memory
+# is not kept for the next.
 cdef inline int handle_message(
+    Pump *pump, uint32_t rank_index, const Part *parts, uint32_t part_count, double now
+) noexcept nogil:
+    cdef int death = take_message(pump, rank_index, parts, part_count, now)
+    if batch_bytes(&pump.batch) > BATCH_KEPT:
+        batch_free(&pump.batch)
+    return death
+
+cdef inline int take_message(
     Pump *pump, uint32_t rank_index, const Part *parts, uint32_t part_count, double now
 ) noexcept nogil:
     cdef Connection *connection = &pump.connections[rank_index]

@@ -218,7 +218,7 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
     }
     print(f"{accounting.line(context['machine'])}\n{accounting.line(context['versions'])}; {plan.repeats} repeats\n")
     measured: list[Measurement] = []
-    failure: BenchError | None = None
+    ended: BenchError | KeyboardInterrupt | None = None
     names = list(PARTS) if args.part == ALL else [args.part]
 
     def asked(name: str) -> bool:
@@ -232,12 +232,13 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
                 measured.append(measurement)
         if not measured:
             raise BenchError(f"--only {' '.join(plan.only)}: nothing that {args.part} measures has this in its name")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        ended = interrupt
         say("stopped; what was measured so far:")
     except BenchError as error:
         if not measured:
             raise
-        failure = error
+        ended = error
         say("a measurement failed; what was measured before it:")
     context["seconds"] = round(time.time() - begin, 1)
     print(accounting.table(*table(measured, bars)))
@@ -247,8 +248,8 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
     if args.plot:
         for path in _module("smg.bench.plots").draw(kept, args.plot):
             say(f"wrote {path}")
-    if failure is not None:
-        raise failure
+    if ended is not None:
+        raise ended
     if not args.bars:
         return 0
     status, why = hold(measured, bars, asked)

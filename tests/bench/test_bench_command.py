@@ -38,20 +38,32 @@ def test_a_part_prints_its_table_and_writes_every_sample(tmp_path: Path, capsys:
     }
 
 
-def test_what_was_measured_before_a_failure_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "status", "why"),
+    [
+        (BenchError("a rival has gone"), 2, "smg bench: a rival has gone"),
+        (KeyboardInterrupt(), 130, "stopped; what was measured so far:"),
+    ],
+)
+def test_what_was_measured_before_a_failure_or_ctrl_c_is_kept(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    end: BaseException,
+    status: int,
+    why: str,
 ) -> None:
     def measure(plan: Plan) -> Iterator[Measurement]:
         yield Measurement(NAME, "a frame", "µs", {OURS: [1.0, 1.0]})
-        raise BenchError("a rival has gone")
+        raise end
 
     monkeypatch.setattr("smg.bench.decode.measure", measure)
     path, bars = tmp_path / "figures.json", tmp_path / "bars.json"
     bars.write_text(json.dumps({NAME: {AT_MOST: 1000}}))
-    assert main([*DECODE, "--json", str(path), "--assert", str(bars)]) == 2
+    assert main([*DECODE, "--json", str(path), "--assert", str(bars)]) == status
     printed = capsys.readouterr()
     assert "| a frame (µs) |" in printed.out
-    assert "smg bench: a rival has gone" in printed.err
+    assert why in printed.err
     assert [measured["name"] for measured in json.loads(path.read_text())["measurements"]] == [NAME]
 
 
