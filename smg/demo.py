@@ -261,7 +261,7 @@ class Lines:
 
 def _report(service: Service) -> None:
     group = service.groups[0]
-    counters, latencies = group.counters, service.front.metrics.latencies["/v1/chat/completions"]
+    counters, latencies = group.counters, service.front.counts.latencies["/v1/chat/completions"]
     print()
     for rank in range(RANKS):
         print(f"rank {rank}       {counters['requests'][rank]} requests, {counters['tokens'][rank]} tokens")

@@ -18,6 +18,7 @@ from smg.http.errors import ApiError, describe
 from smg.http.exchange import REQUEST_ID_HEADERS, Exchange
 from smg.http.front import ENDPOINTS, Front, name_field
 from smg.http.metrics import CONTENT_TYPE as METRICS_TYPE
+from smg.http.metrics import Metrics
 from smg.http.openapi import document
 from smg.http.server import ConnectionLimits, read_body
 
@@ -74,7 +75,7 @@ class App:
         except Exception as exc:
             return self._failed(exchange, exc)
         finally:
-            self.front.metrics.answered(request.method, exchange, time.monotonic() - exchange.arrived)
+            self.front.counts.answered(request.method, exchange, time.monotonic() - exchange.arrived)
 
     def _failed(self, exchange: Exchange, exc: Exception) -> web.StreamResponse:
         """Answer with what went wrong. A frame that `exc` went through must not hold the error, or both need a gc."""
@@ -139,14 +140,14 @@ class App:
             front.check_takes_work()
             job = await front.prepare(path, body)
             del body
-            front.metrics.routed[path, job.stream] += 1
+            front.counts.routed[path, job.stream] += 1
             completion = front.completion(path, job, exchange)
             try:
                 completion.start()
                 await completion.done
             finally:
                 completion.close()
-            front.metrics.completed(path, completion)
+            front.counts.completed(path, completion.choices, job.n, exchange.arrived)
             if completion.wire is not None and completion.wire.started:
                 return exchange.sent()
             if completion.error is not None:
@@ -189,8 +190,8 @@ class App:
 class MetricsApp:
     """Answers `GET /metrics`, on a listener of its own."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         exchange = Exchange(request, request.path)
@@ -198,4 +199,4 @@ class MetricsApp:
             return exchange.refuse(ApiError(404, "not_found", "this port has /metrics only"))
         if request.method not in ("GET", "HEAD"):
             return exchange.refuse(ApiError(405, "method_not_allowed", "use GET"))
-        return exchange.answer(self.front.metrics.text(), content_type=METRICS_TYPE)
+        return exchange.answer(self.metrics.text(), content_type=METRICS_TYPE)

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from smg._sse import Choice, Wire
 from smg.errors import Error, RankDied
+from smg.http.counts import Counts
 from smg.http.errors import ApiError, describe
 from smg.http.exchange import Exchange
 from smg.http.job import Job
 from smg.routing.router import Place
 
 if TYPE_CHECKING:
-    from smg.http.front import Front
+    from smg._streams import Stream
+    from smg.http.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,18 @@ class Shape(Protocol):
     def body(self, choices: Sequence[Choice]) -> bytes: ...
 
 
+class Sender(Protocol):
+    """Sends sequences to ranks, and knows what runs."""
+
+    loop: asyncio.AbstractEventLoop
+    model: ModelTokenizer
+    counts: Counts
+    active: set[Completion]
+
+    def submit(self, job: Job, index: int, tried: list[Place]) -> Stream: ...
+    def resubmit(self, job: Job, index: int, tried: list[Place], since: float) -> Stream | None: ...
+
+
 class Completion:
     """One request's sequences, from their submission to the last byte.
 
@@ -39,7 +53,7 @@ class Completion:
     `error` says what went wrong, or else the event stream is complete or `choices` hold the answer's texts.
     """
 
-    def __init__(self, front: Front, job: Job, shape: Shape, exchange: Exchange) -> None:
+    def __init__(self, front: Sender, job: Job, shape: Shape, exchange: Exchange) -> None:
         self.front, self.job, self.shape, self.exchange = front, job, shape, exchange
         self.choices: list[Choice] = []
         self.tried: list[list[Place]] = []  # per sequence, the ranks it was sent to, in order
@@ -53,7 +67,7 @@ class Completion:
         """Submit every sequence. Raises what `submit` raises, and then nothing is left running."""
         job, front, wire = self.job, self.front, self.wire
         protocol: Any = self.exchange.request.protocol
-        latencies = front.metrics.latencies[self.exchange.path]
+        latencies = front.counts.latencies[self.exchange.path]
         front.active.add(self)
         try:
             for index in range(job.sequences):
@@ -108,7 +122,7 @@ class Completion:
         if not isinstance(exc, RankDied):
             return False
         stream = self.front.resubmit(self.job, choice.index, self.tried[choice.index], choice.submitted)
-        self.front.metrics.retried(self.exchange.path, stream is not None)
+        self.front.counts.retried(self.exchange.path, stream is not None)
         if stream is None:
             return False
         choice.stream = stream

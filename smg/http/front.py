@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,11 +19,11 @@ from smg.http.admission import Admission
 from smg.http.chat import ChatShape, chat_job
 from smg.http.completion import Completion, Shape
 from smg.http.completions import CompletionShape, completion_job
+from smg.http.counts import Counts
 from smg.http.errors import ApiError, invalid, unavailable
 from smg.http.exchange import Exchange
 from smg.http.generate import GenerateShape, generate_job
 from smg.http.job import Job
-from smg.http.metrics import Metrics
 from smg.http.render import Timings
 from smg.http.requests import ChatRequest, CompletionRequest, Decoder, GenerateRequest, Limits
 from smg.routing.router import Place, Router
@@ -111,13 +110,12 @@ class Front:
             self.options.max_concurrent_requests, self.options.queue_size, self.options.queue_timeout_secs
         )
         self._inline_bytes = FAST_INLINE_BYTES if model.fast else INLINE_BYTES
-        self.unknown_fields: Counter[str] = Counter()
-        self.metrics = Metrics(self, {path: endpoint.name for path, endpoint in ENDPOINTS.items()})
+        self.counts = Counts(ENDPOINTS)
         self.started = int(time.time())
         self.draining = False
         self.active: set[Completion] = set()
         self._decoders = {
-            path: Decoder(endpoint.request, self.options.limits, self.unknown_fields, self.backend)
+            path: Decoder(endpoint.request, self.options.limits, self.counts.unknown_fields, self.backend)
             for path, endpoint in ENDPOINTS.items()
         }
         self._outlets: dict[EngineGroup, Outlet] = {}

@@ -1,41 +1,22 @@
 """What Prometheus reads: HTTP and admission, latencies, and every rank.
 
-Names are the Rust gateway's where it has them. Latencies are counted in C as
-outputs are written; everything else is read when it is asked for.
+Names are the Rust gateway's where it has them. Everything is read when it is asked for.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from smg._sse import Histogram
-from smg.http.render import usage_counts
-
-if TYPE_CHECKING:
-    from smg.http.completion import Completion
-    from smg.http.exchange import Exchange
-    from smg.http.front import Front
-    from smg.http.server import Server
+from smg.http.front import ENDPOINTS, Front
+from smg.http.server import Server
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-
-BETWEEN_TOKENS_BOUNDS = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
-)  # fmt: skip
-FIRST_TOKEN_BOUNDS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-)  # fmt: skip
-DURATION_BOUNDS = (
-    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0,
-    240.0, 300.0, 480.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0, 5400.0, 7200.0,
-)  # fmt: skip
 
 #: Labels that never change. "grpc" is what the Rust gateway calls its router of token ids, over ZeroMQ too.
 ROUTER_TYPE, BACKEND_TYPE, CONNECTION_MODE, WORKER_TYPE = "grpc", "regular", "zmq", "regular"
@@ -59,17 +40,6 @@ RANK_COUNTERS = {
 END_CAUSES = ("finished", "aborted", "dropped", "died", "deadline", "closed", "lost")
 
 
-class Latencies:
-    """Durations of one endpoint in seconds: of its sequences, and of whole requests."""
-
-    def __init__(self) -> None:
-        self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
-        self.between_tokens = Histogram(BETWEEN_TOKENS_BOUNDS)
-        self.per_token = Histogram(BETWEEN_TOKENS_BOUNDS)
-        self.generation = Histogram(DURATION_BOUNDS)
-        self.request = Histogram(DURATION_BOUNDS)
-
-
 #: attribute of `Latencies` -> metric, what it is, and whether it says how the workers are reached
 LATENCIES = {
     "first_token": ("smg_router_ttft_seconds", "from a sequence's submission to its first token", False),
@@ -81,53 +51,12 @@ LATENCIES = {
 
 
 class Metrics(Collector):
-    """Counts the front's own events and collects everybody else's. `endpoints` has the name of each path."""
+    """Collects what a front has counted, and its groups, with the connections of its `server`."""
 
-    def __init__(self, front: Front, endpoints: Mapping[str, str]) -> None:
-        self._front, self._endpoints = front, endpoints
-        self.latencies = {path: Latencies() for path in endpoints}
-        self.routed: Counter[tuple[str, bool]] = Counter()  # (path, streaming)
-        self.errors: Counter[tuple[str, str]] = Counter()  # (path, error code)
-        self.requests: Counter[tuple[str, str]] = Counter()  # (method, path)
-        self.responses: Counter[tuple[str, int, str]] = Counter()  # (path, status, error code)
-        self.tokens: Counter[tuple[str, str]] = Counter()  # (path, "input" or "output")
-        self.retries: Counter[tuple[str, bool]] = Counter()  # (path, whether another rank took it)
-        self.durations: dict[tuple[str, str], Histogram] = {}  # by (method, path)
-        self._server: Server | None = None
+    def __init__(self, front: Front, server: Server) -> None:
+        self._front, self._counts, self._server = front, front.counts, server
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-
-    def watch(self, server: Server) -> None:
-        """Whose connections are counted."""
-        self._server = server
-
-    def answered(self, method: str, exchange: Exchange, seconds: float) -> None:
-        path = exchange.path
-        self.requests[method, path] += 1
-        self.responses[path, exchange.status, exchange.code] += 1
-        if exchange.code and path in self._endpoints:
-            self.errors[path, exchange.code] += 1
-        histogram = self.durations.get((method, path))
-        if histogram is None:
-            histogram = self.durations[method, path] = Histogram(DURATION_BOUNDS)
-        histogram.observe(seconds)
-
-    def retried(self, path: str, taken: bool) -> None:
-        """A rank died with a sequence that had no token yet; `taken` says whether another rank has it now."""
-        self.retries[path, taken] += 1
-
-    def completed(self, path: str, completion: Completion) -> None:
-        latencies = self.latencies[path]
-        for choice in completion.choices:
-            if choice.first:
-                latencies.generation.observe(choice.seconds)
-                if choice.completion_tokens > 1:
-                    rest = choice.submitted + choice.seconds - choice.first
-                    latencies.per_token.observe(rest / (choice.completion_tokens - 1))
-        latencies.request.observe(time.monotonic() - completion.exchange.arrived)
-        prompt, output, _ = usage_counts(completion.choices, completion.job.n)
-        self.tokens[path, "input"] += prompt
-        self.tokens[path, "output"] += output
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -139,25 +68,24 @@ class Metrics(Collector):
         yield from self._ranks()
 
     def _http(self) -> Iterator[Metric]:
-        front, admission = self._front, self._front.admission
+        counts, admission = self._counts, self._front.admission
         requests = CounterMetricFamily("smg_http_requests", "HTTP requests received", labels=["method", "path"])
-        for key, count in self.requests.items():
+        for key, count in counts.requests.items():
             requests.add_metric(key, count)
         yield requests
         responses = CounterMetricFamily(
             "smg_http_responses", "HTTP responses sent", labels=["path", "status_code", "error_code"]
         )
-        for (path, status, code), count in self.responses.items():
+        for (path, status, code), count in counts.responses.items():
             responses.add_metric([path, str(status), code], count)
         yield responses
         yield _histograms(
             "smg_http_request_duration_seconds",
             "from a request's head to its answer's end",
             ["method", "path"],
-            self.durations,
+            counts.durations,
         )
-        connections = self._server.open_connections if self._server is not None else 0
-        yield GaugeMetricFamily("smg_http_connections_active", "open HTTP connections", connections)
+        yield GaugeMetricFamily("smg_http_connections_active", "open HTTP connections", self._server.open_connections)
         yield GaugeMetricFamily("smg_admission_inflight", "requests being served", admission.active)
         yield GaugeMetricFamily("smg_admission_queue_depth", "requests that wait for a place", admission.queued)
         rejected = CounterMetricFamily(
@@ -175,47 +103,47 @@ class Metrics(Collector):
             "request fields that were accepted and mean nothing here",
             labels=["field"],
         )
-        for name, count in front.unknown_fields.items():
+        for name, count in counts.unknown_fields.items():
             unknown.add_metric([name], count)
         yield unknown
 
     def _router(self) -> Iterator[Metric]:
-        model, endpoints = self._front.model_name, self._endpoints
+        counts, model = self._counts, self._front.model_name
         short = ["router_type", "backend_type", "model", "endpoint"]
         long = ["router_type", "backend_type", "connection_mode", "model", "endpoint"]
 
         def key(path: str, model: str = model) -> list[str]:
-            return [ROUTER_TYPE, BACKEND_TYPE, CONNECTION_MODE, model, endpoints[path]]
+            return [ROUTER_TYPE, BACKEND_TYPE, CONNECTION_MODE, model, ENDPOINTS[path].name]
 
         requests = CounterMetricFamily(
             "smg_router_requests", "requests for completions that were understood", labels=[*long, "streaming"]
         )
-        for (path, streaming), count in self.routed.items():
+        for (path, streaming), count in counts.routed.items():
             requests.add_metric([*key(path), str(streaming).lower()], count)
         yield requests
         errors = CounterMetricFamily(
             "smg_router_request_errors", "requests for completions that failed", labels=[*long, "error_type"]
         )
-        for (path, code), count in self.errors.items():
+        for (path, code), count in counts.errors.items():
             named = "other" if code == "model_not_found" else model
             errors.add_metric([*key(path, named), ERROR_TYPES.get(code, code)], count)
         yield errors
         for name, (metric, text, reached) in LATENCIES.items():
-            found = {tuple(key(path)): getattr(of_path, name) for path, of_path in self.latencies.items()}
+            found = {tuple(key(path)): getattr(of_path, name) for path, of_path in counts.latencies.items()}
             if not reached:
                 found = {(*labels[:2], *labels[3:]): histogram for labels, histogram in found.items()}
             yield _histograms(metric, text, long if reached else short, found)
         tokens = CounterMetricFamily("smg_router_tokens", "tokens of requests", labels=[*short, "token_type"])
-        for (path, kind), count in self.tokens.items():
-            tokens.add_metric([ROUTER_TYPE, BACKEND_TYPE, model, endpoints[path], kind], count)
+        for (path, kind), count in counts.tokens.items():
+            tokens.add_metric([ROUTER_TYPE, BACKEND_TYPE, model, ENDPOINTS[path].name, kind], count)
         yield tokens
         labels = ["worker_type", "endpoint"]
         retries = CounterMetricFamily("smg_worker_retries", "requests that another rank took over", labels=labels)
         exhausted = CounterMetricFamily(
             "smg_worker_retries_exhausted", "requests that no further rank took over", labels=labels
         )
-        for (path, taken), count in self.retries.items():
-            (retries if taken else exhausted).add_metric([WORKER_TYPE, endpoints[path]], count)
+        for (path, taken), count in counts.retries.items():
+            (retries if taken else exhausted).add_metric([WORKER_TYPE, ENDPOINTS[path].name], count)
         yield from (retries, exhausted)
 
     def _workers(self) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from smg.http.app import App, MetricsApp
 from smg.http.errors import unavailable
 from smg.http.exchange import REQUEST_ID_HEADERS
 from smg.http.front import ENDPOINTS, Front, FrontOptions
+from smg.http.metrics import Metrics
 from smg.http.server import ConnectionLimits, Server, listen, tls_context
 from smg.protocol.vllm import Model
 from smg.routing.router import Router
@@ -111,10 +112,9 @@ class Service:
             limits=options.connection,
         )
         server = Server(app.handle, options.connection, ENDPOINTS.keys())
-        self.front.metrics.watch(server)
         self.port = await self._listen(server, options.host, options.port, tls)
         self.url = f"{'http' if tls is None else 'https'}://{_spelled(options.host)}:{self.port}"
-        metrics = Server(MetricsApp(self.front).handle, options.connection)
+        metrics = Server(MetricsApp(Metrics(self.front, server)).handle, options.connection)
         self.metrics_port = await self._listen(metrics, options.prometheus_host, options.prometheus_port)
         self.metrics_url = f"http://{_spelled(options.prometheus_host)}:{self.metrics_port}/metrics"
 

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 import smg
 from smg._text import TokenTable
 from smg.http.completion import Completion
+from smg.http.counts import Counts
 from smg.http.exchange import Exchange
 from smg.http.job import Decoding, Job
-from smg.http.metrics import Latencies
 from smg.sampling import SamplingParams
 
 MODEL = Path(smg.__file__).parent / "data" / "demo-model"
@@ -118,7 +118,7 @@ class Script:
         self.front = SimpleNamespace(
             loop=asyncio.get_running_loop(),
             model=self.model,
-            metrics=SimpleNamespace(latencies={PATH: Latencies()}, retried=lambda path, taken: None),
+            counts=Counts((PATH,)),
             active=set(),
             submit=self._submit,
             resubmit=lambda job, index, tried, since: None,
