@@ -39,7 +39,7 @@ from smg._text import Detokenizer, TokenTable
 class Null:
     def write(self, data): pass
     def get_write_buffer_size(self): return 0
-    def is_closing(self): return False
+    def get_extra_info(self, name): return None
 class Protocol:
     transport = Null()
 class Shape:
