@@ -404,6 +404,7 @@ class Loop:
             if action is Action.BIND_AND_INIT:
                 self._bind_and_init(rank, incarnation)
             elif action is Action.GO_LIVE:
+                self._ready_by.pop(rank, None)  # else its end would wake the pump, which then waits for the GIL
                 registration = self.registrations[rank]
                 engine = registration.vllm_version if registration else "an engine"
                 _log.info(

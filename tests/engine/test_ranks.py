@@ -485,3 +485,9 @@ def test_a_rank_takes_no_work_before_its_output_is_connected_since_its_death_wou
     engine.close()
     with pytest.raises(smg.RankDied):
         next(iter(stream.blocking(10)))
+
+
+def test_a_live_rank_leaves_the_pump_nothing_to_come_back_for(make_group):
+    """Each time it does, it waits for the GIL, which a collection in the host may hold for most of a second."""
+    group, _ = make_group(ranks=2)
+    wait_until(lambda: not group._loop._ready_by, timeout=2)  # of the 5 s after which an unheard READY is given up
