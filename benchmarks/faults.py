@@ -498,6 +498,8 @@ def pump_beside(load: Callable[[Callable[[], bool]], None], count: int) -> str:
         streams = [group.submit(PROMPT, outlet=outlet) for _ in range(arrival.ROWS)]
         worker = threading.Thread(target=sender.serve, args=(outlet.take,))
         worker.start()
+        while group.counters["tokens"][0] < 3 * len(streams):  # by then the rank's start is dealt with
+            time.sleep(0.001)
         load(worker.is_alive)
         worker.join()
         delays = sender.delays()

@@ -9,8 +9,8 @@ from libc.string cimport memcmp, memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read
 
-from smg._delivery cimport apply
 from smg._batch cimport batch_bytes, batch_free
+from smg._delivery cimport apply
 from smg._frame cimport WAVE_COMPLETE, WAVE_NONE, WAVE_START, Batch, Decoder, Fault, Part
 from smg._table cimport (
     CAUSE_DIED, NIL, RANK_DEAD, RANK_LIVE, RANK_STALLED, SLOT_LIVE, TYPE_ABORT, TYPE_ADD, Message, Rank, Slot, Table,

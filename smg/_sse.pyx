@@ -9,8 +9,8 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memcpy
-from posix.unistd cimport close as close_descriptor
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+from posix.unistd cimport close as close_descriptor
 
 from smg._escape cimport escape_into, escape_size, hex_digit
 from smg._outlets cimport Output
