@@ -16,7 +16,7 @@ class Connections:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._numbers: dict[int, int] = {}  # descriptor -> the open connection that has it
-        self._last = 0
+        self.accepted = 0  # connections so far; the number of the last
         self.open: set[int] = set()
         self.silent: set[int] = set()  # open, and nothing that they may have said was read yet
 
@@ -33,10 +33,10 @@ class Connections:
             self.open.discard(closed)
             self.silent.discard(closed)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._last += 1
-                self._numbers[descriptor] = self._last
-                self.open.add(self._last)
-                self.silent.add(self._last)
+                self.accepted += 1
+                self._numbers[descriptor] = self.accepted
+                self.open.add(self.accepted)
+                self.silent.add(self.accepted)
 
     def hear(self, descriptor: int) -> int:
         """The connection with this descriptor, over which a message came.
