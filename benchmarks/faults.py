@@ -200,11 +200,11 @@ def restart_twice(bench: Bench) -> str:
     chance, times = random.Random(7), []
     with bench.fleet(1) as fleet:
         for seed in range(30 * bench.rounds):
-            for _ in range(2):
+            for pause in (0.0, chance.uniform(0, 0.03)):
+                time.sleep(pause)
                 dials = fleet.dials
                 fleet.replace(0, chance.uniform(-0.01, 0.03))
                 fleet.wait_dialed(dials + 1)  # else the next may dial before it, and lose its place to it
-                time.sleep(chance.uniform(0, 0.03))
             began, answered = time.monotonic(), False
             while not answered:  # its predecessors are dead, so that only the last can
                 assert time.monotonic() < began + 10, fleet.group.ranks
