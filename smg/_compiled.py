@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -30,7 +29,15 @@ def check_distribution() -> list[str]:
 
     Which of them Python imports depends on who was installed last, and so do the files that were overwritten.
     """
-    owners = importlib.metadata.packages_distributions().get("smg", [])
+    import importlib.metadata  # here, since an embedding process need not hold its 5 MB
+
+    # Not packages_distributions(), which leaves more than that behind: few files name ours, and only those are parsed.
+    owners = [
+        distribution.metadata["Name"]
+        for distribution in importlib.metadata.distributions()
+        if "smg" in (distribution.read_text("top_level.txt") or "").split()
+        or "\nsmg/__init__.py," in f"\n{distribution.read_text('RECORD') or ''}"
+    ]
     others = sorted({name for name in owners if re.sub(r"[-_.]+", "-", name).lower() != DISTRIBUTION})
     if others:
         warnings.warn(

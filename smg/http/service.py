@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import ssl
 from collections.abc import Sequence
@@ -86,6 +87,8 @@ class Service:
         if options.tls_cert_path is not None:
             tls = tls_context(options.tls_cert_path, options.tls_key_path)
         model = tokenizer.load(options.model_path, options.tokenizer_path, options.chat_template)
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)  # glibc keeps what it took to read the model
         if len(options.worker_urls) > 1 and options.handshake_address is not None:
             raise AddressError("one handshake address cannot serve several worker URLs; let it be derived")
         for url in options.worker_urls:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -177,17 +177,35 @@ def test_an_import_that_is_not_compiled_says_what_to_run(tmp_path: Path) -> None
     assert f"`{sys.executable} -m pip install -e .`" in last
 
 
-def test_an_environment_of_its_own_passes_the_distribution_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    owners = {"smg": ["smg-fastpath", "smg_fastpath", "SMG.FastPath"], "zmq": ["pyzmq"]}
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """An environment of nothing but what is added to it: `environment(name, record=..., top_level=...)`."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+
+    def add(name: str, **files: str) -> None:
+        directory = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        for file, content in files.items():
+            (directory / {"record": "RECORD", "top_level": "top_level.txt"}[file]).write_text(content)
+
+    return add
+
+
+def test_an_environment_of_its_own_passes_the_distribution_check(environment: Callable[..., None]) -> None:
+    environment("smg-fastpath", record="smg/__init__.py,,\nsmg/cli.py,,\n")
+    environment("SMG.FastPath", top_level="smg\n")
+    environment("pyzmq", record="zmq/__init__.py,,\nzmq/smg/__init__.py,,\n", top_level="zmq\nzmq_smg\n")
+    environment("nothing")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert smg.check_distribution() == []
 
 
-def test_another_owner_of_the_import_name_is_warned_about_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    owners = {"smg": ["tokenspeed-smg", "smg-fastpath", "smg"]}
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
+def test_another_owner_of_the_import_name_is_warned_about_by_name(environment: Callable[..., None]) -> None:
+    environment("smg-fastpath", record="smg/__init__.py,,\n")
+    environment("tokenspeed-smg", record="smg/_native.so,,\nsmg/__init__.py,,\n")
+    environment("smg", top_level="other\nsmg\n")
     with pytest.warns(RuntimeWarning, match=r"also belongs to smg, tokenspeed-smg .* environment of its own"):
         assert smg.check_distribution() == ["smg", "tokenspeed-smg"]
 
