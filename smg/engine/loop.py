@@ -42,6 +42,7 @@ _STATES = list(State)  # Core numbers the states in this order
 _DRAIN_POLL = 0.02  # seconds between looks at a draining rank
 _IDLE = 3600.0  # seconds the pump may stay away when nothing is due
 _READY_GRACE = 5.0  # seconds that a READY may come after its rank could take work
+_RECALL_GRACE = 1.0  # seconds that who was hung up on has to dial again; libzmq's peers do after 0.1
 _GONE_GRACE = 0.5  # seconds that a registration may come after the end of a connection whose READY nobody heard
 _EVENT = _fastpath.EventKind
 _ABORT, _NOBODY = 1, b"\x90"  # an ABORT of no request, which every engine takes and ignores
@@ -99,6 +100,8 @@ class Loop:
         self._ready_by: dict[int, tuple[int, float]] = {}  # rank -> incarnation that could take work, end of patience
         self._shared: dict[int, int] = {}  # rank -> incarnation whose INIT the next dialer may have got
         self._kept: dict[int, Sockets] = {}  # rank -> sockets of that incarnation, until the next takes them
+        self._unanswered: dict[int, set[int]] = {}  # rank -> connections that have said HELLO and got no INIT
+        self._recalled: dict[int, tuple[int, float]] = {}  # rank -> connections greeted when one was hung up on; until
         self._gone: dict[int, int] = {}  # rank -> incarnation that has hung up in its handshake
         self._restless = False  # whether to come back as soon as the pump has looked once
         self._asked: dict[int, int] = {}  # rank -> its incarnation that was sent something to see if it is there
@@ -115,6 +118,7 @@ class Loop:
         try:
             self._handshake = self._context.socket(zmq.ROUTER)
             self._handshake.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._handshake.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an INIT for nobody is an error
             self._handshake.setsockopt(zmq.LINGER, 0)
             try:
                 self._handshake.bind(address)
@@ -223,7 +227,7 @@ class Loop:
         if any(life.state is State.DRAINING for life in self.lives):
             return _DRAIN_POLL
         due = [life.deadline for life in self.lives if life.deadline is not None]
-        due += [until for _, until in self._ready_by.values()]
+        due += [until for _, until in (*self._ready_by.values(), *self._recalled.values())]
         return max(0.0, min(due) - time.monotonic()) if due else _IDLE
 
     def _watch_the_clock(self) -> None:
@@ -258,6 +262,8 @@ class Loop:
                 # The pump looks first for what it may have connected, and this thread for what it may have said.
                 self._restless = True
         self._gone = gone
+        for life in self.lives:
+            self._recall(life)
 
     def _read_handshake(self) -> None:
         while self._poller.poll(0):
@@ -286,6 +292,7 @@ class Loop:
         if self._told.get(rank) in self._connections.open:
             self._unready.discard(rank)  # it is not heard any more, and may have been READY when it hangs up
         self._dialed[rank] = connection
+        self._unanswered.setdefault(rank, set()).add(connection)
 
     def _hung_up(self, life: RankLife) -> bool:
         """Whether the process that a rank's INIT was for has closed its connection and shows nothing else."""
@@ -310,6 +317,33 @@ class Loop:
         else:
             return  # it was READY, after which it need not stay connected; or another has its INIT and says HELLO next
         self._restless = True  # sending an INIT can swallow the signal of the next HELLO
+
+    def _recall(self, life: RankLife) -> None:
+        """Where a rank's place is free again and one still waits that had lost it to a later dialer: reach that one.
+
+        The ROUTER forgot it when the later one came, so it is hung up on, which makes it dial again.
+        """
+        rank = life.index
+        waiting = self._unanswered.get(rank, set())
+        waiting &= self._connections.open
+        if life.state not in (State.ABSENT, State.DEAD):
+            self._recalled.pop(rank, None)
+        elif rank in self._recalled:
+            greeted, until = self._recalled[rank]
+            if self._connections.greeted > greeted:
+                self._recalled[rank] = self._connections.greeted, until
+                self._poller.poll(0)  # makes the ROUTER take in who has come
+                self._dialed[rank] = 0  # which of the silent connections it is, the ROUTER does not tell
+                self._handle(rank, Event.HELLO)
+            elif time.monotonic() >= until:
+                del self._recalled[rank]
+                self._restless = True
+        elif waiting:
+            number = max(waiting)
+            waiting.discard(number)
+            self._recalled[rank] = self._connections.greeted, time.monotonic() + _RECALL_GRACE
+            self._note(rank, "recalled", "rank %d: who waits for it had lost its place; it is recalled", rank)
+            self._connections.hang_up(number)
 
     def _agreeing(self, heard: Heard, config_hash: str | None) -> Heard:
         """A READY, or that it is refused: ranks that step together have to run with one parallel_config."""
@@ -451,8 +485,10 @@ class Loop:
         self._doubt[rank] = set(self._connections.silent)
         try:
             self._handshake.send_multipart([handshake.identity(rank), init], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            _log.warning("%s: rank %d: INIT could not be sent: %s", self._name, rank, error)
+        except zmq.ZMQError:
+            self._handle(rank, Event.LOST, why="hung up before its INIT")
+            return
+        self._unanswered.get(rank, set()).discard(self._told[rank])
         self._connections.read()
         self._doubt[rank] |= self._connections.silent
 

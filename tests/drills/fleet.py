@@ -102,15 +102,6 @@ class Fleet:
             time.sleep(pause)
             os.kill(old, signal.SIGKILL)
 
-    @property
-    def dials(self) -> int:
-        """Connections that the handshake socket has accepted so far, whatever was said over them."""
-        return self.group._loop._connections.accepted
-
-    def wait_dialed(self, dials: int) -> None:
-        """Until there have been that many."""
-        wait_until(lambda: self.dials >= dials)
-
     def reply(self, seed: int, count: int) -> list[int]:
         """The first token ids of the reply to a request with that seed."""
         return self._replies.window(self._replies.start(seed), 0, count)

@@ -107,27 +107,33 @@ def test_a_rank_that_goes_before_it_connects_its_output_makes_way_for_its_succes
         assert tokens_of(group.submit(PROMPT, short())) == successor.reply(7, 5)
 
 
-def test_the_place_that_a_later_dialer_took_and_left_is_free_for_the_next(open_group, dial):
-    """libzmq gives an identity to whoever connects with it last, so that who waited before is not reached any more."""
+@pytest.mark.parametrize("taker_goes", ["before its INIT", "after its INIT", "in silence"])
+def test_a_dialer_that_waits_gets_in_though_a_later_one_took_its_place_and_went(open_group, dial, taker_goes):
+    """libzmq lets a ROUTER reach only the last that has connected with an identity."""
     group = open_group(ranks=1)
-    first = dial(group, 0)
-    first.hello()
-    first.init()
-    first.ready()
-    first.register()
-    group.wait_ready(10)
-    waiting, taker = dial(group, 0), dial(group, 0)
-    for count, dialer in enumerate((waiting, taker), 1):
-        dialer.hello()
-        wait_until(lambda count=count: group.ranks[0].duplicate_hello == count)
-    first.close()
-    wait_until(lambda: group.ranks[0].incarnation == 2)
-    taker.close()
-    wait_until(lambda: states(group) == ["absent"])
-    with simulate(group, ranks=1) as successor:  # while `waiting` still does, until it gives up by itself
-        wait_until(lambda: states(group) == ["live"])
-        assert tokens_of(group.submit(PROMPT, short())) == successor.reply(7, 5)
-    assert not waiting.handshake.poll(0)
+    with simulate(group, ranks=1):
+        group.wait_ready(10)
+        waiting = dial(group, 0)
+        waiting.hello()
+        wait_until(lambda: group.ranks[0].duplicate_hello == 1)
+        taker = dial(group, 0)
+        wait_until(lambda: group._loop._connections.greeted == 3)
+        place = max(group._loop._connections.open)
+        if taker_goes != "in silence":
+            taker.hello()
+            wait_until(lambda: group.ranks[0].duplicate_hello == 2)
+        if taker_goes != "after its INIT":
+            taker.close()
+            wait_until(lambda: place not in group._loop._connections.open)
+    if taker_goes == "after its INIT":
+        assert taker.handshake.poll(10_000)
+        taker.close()
+    waiting.init()
+    waiting.ready()
+    waiting.register()
+    wait_until(lambda: states(group) == ["live"])
+    stream = group.submit(PROMPT, short())
+    assert stream.request_id.encode() in waiting.input.recv_multipart()[1]
 
 
 def test_a_rank_that_is_ready_and_hangs_up_there_is_awaited(open_group, dial):

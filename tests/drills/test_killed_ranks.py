@@ -200,12 +200,10 @@ def test_a_rank_that_is_restarted_twice_within_milliseconds_gets_in(make_fleet, 
     fleet = make_fleet(1, step_ms=1.0)
     group, chance = fleet.group, random.Random(rounds)
     for seed in range(rounds):
-        dials = fleet.dials
         fleet.replace(0, chance.uniform(-0.01, 0.03))
-        fleet.wait_dialed(dials + 1)  # else its successor may dial before it, and lose its place to it
         time.sleep(chance.uniform(0, 0.03))
         fleet.replace(0, chance.uniform(-0.01, 0.03))
-        tokens, until = [], time.monotonic() + 5 * SOON
+        tokens, until = [], time.monotonic() + SOON
         while not tokens:  # its predecessors are dead, so that only the last can answer
             assert time.monotonic() < until, group._loop.lives[0].describe()
             try:
